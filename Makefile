@@ -1,39 +1,67 @@
-# Everything a developer runs. A fresh machine needs Python >= 3.10, g++ and make.
+# Everything a developer runs. A fresh machine needs Python 3.10 or newer, g++ and make.
 #
-# Each target sets up what it needs in .venv and build/ first; a second run does only what changed.
+# Each target first sets up what it needs in .venv and build/; a second run does only what changed.
 
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
-export PK_CPU ?= 1# here an extension that does not build is an error
+BIN := $(CURDIR)/$(VENV)/bin
+export PK_CPU ?= 1# where we develop, an extension that cannot be built is an error
 
-.PHONY: help
+STEPS ?= 50
+SANITIZE ?= address undefined
+CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+
+.PHONY: help build test demo lint typecheck format dist sanitize clean
 help: ## list the targets (the default)
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/.requirements: requirements-dev.txt
-	@echo "== $(VENV): installing requirements-dev.txt"
+	@echo "== setting up $(VENV) with requirements-dev.txt"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --requirement requirements-dev.txt
 	@touch $@
 
-# Editable, so that a test sees the sources as they stand.
+# Editable: tests see the sources as they stand.
 $(VENV)/.installed: $(VENV)/.requirements pyproject.toml setup.py
-	@echo "== installing parallelkit (editable) into $(VENV)"
+	@echo "== installing parallelkit into $(VENV), editable"
 	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
-.PHONY: build
 build: $(VENV)/.installed ## compile what changed in csrc/
 	@echo "== compiling what changed in csrc/"
 	@$(BIN)/python setup.py --quiet build_ext --inplace
 
-.PHONY: test
 test: build ## run all tests
-	@echo "== running the tests"
+	@echo "== running all tests"
 	$(BIN)/pytest
 
-.PHONY: demo
-demo: build ## train a small GPT on two ranks and check it against one process
-	@echo "== training on two ranks, then checking against one process"
-	$(BIN)/parallelkit train --nproc 2 --steps 50
+demo: build ## train a small GPT on two ranks and check it against one process (STEPS=50)
+	@echo "== training on two ranks, checking against one process"
+	$(BIN)/parallelkit train --nproc 2 --steps $(STEPS)
+
+lint: typecheck ## ruff, clang-format and mypy; changes nothing
+	@echo "== ruff and clang-format"
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	@$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+# mypy sees the packages laid out as an installation has them: kernels/ as parallelkit.kernels.
+typecheck: $(VENV)/.requirements ## mypy alone
+	@echo "== mypy"
+	@rm -rf build/typecheck
+	@$(BIN)/python setup.py --quiet build_py --build-lib build/typecheck
+	cd build/typecheck && $(BIN)/mypy --config-file ../../pyproject.toml \
+		--cache-dir ../../.mypy_cache -p parallelkit
+
+format: $(VENV)/.requirements ## let ruff and clang-format rewrite the sources
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	@$(BIN)/clang-format -i $(CXX_FILES)
+
+dist: $(VENV)/.requirements ## build sdist and wheel into dist/
+	@echo "== building sdist and wheel"
+	@rm -rf dist build/lib* build/bdist*
+	$(BIN)/python -m build --quiet --no-isolation --sdist --wheel
+
+clean: ## remove what was built, keep .venv
+	rm -rf build dist parallelkit.egg-info parallelkit/*.so $(VENV)/.installed

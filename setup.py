@@ -96,8 +96,8 @@ def write_ninja_file(folder: Path, name: str, files: list[str], compiler: str) -
         ninja = Writer(file)
         ninja.variable("builddir", str(folder))  # of ninja's own log
         command = f"{compiler} -MMD -MF $out.d {compile_flags} {includes} $flags -c $in -o $out"
-        ninja.rule("compile", command, depfile="$out.d", deps="gcc")
-        ninja.rule("link", f"{compiler} {link_flags} $in -o $out")
+        ninja.rule("compile", command, "compile $in", "$out.d", deps="gcc")
+        ninja.rule("link", f"{compiler} {link_flags} $in -o $out", "link $out")
         objects = [str(folder / f"{Path(source).name}.o") for source in files]
         for source, target in zip(files, objects, strict=True):
             ninja.build(target, "compile", source, variables={"flags": source_flags(source)})
@@ -119,7 +119,7 @@ class NinjaBuild(build_ext):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self.copy_file(str(folder / f"{name}.so"), str(target))
                 continue
-            if os.environ.get(f"PK{name.upper()}") == "1":  # PK_CPU, PK_CUDA
+            if os.environ.get("PK_CUDA" if name == "_cuda" else "PK_CPU") == "1":
                 raise SystemExit(f"parallelkit: {extension.name} cannot be built: {problem}")
             self.warn(f"{extension.name} is left out, plain PyTorch does its work: {problem}")
             self.extensions.remove(extension)
