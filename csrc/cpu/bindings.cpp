@@ -1,0 +1,211 @@
+// parallelkit._cpu: the native collectives on raw pointers. parallelkit/ops.py is its only user.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "worker.h"
+
+namespace py = pybind11;
+
+namespace pk {
+namespace {
+
+// Whether Ctrl-C was pressed; the KeyboardInterrupt is then pending in Python.
+bool interrupted() {
+  const py::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+// One rank's slab of a segment as a Python buffer; tensors made from it keep the mapping.
+struct Slab {
+  std::shared_ptr<Segment> segment;
+  int rank;
+};
+
+std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+
+// A communicator and the thread that runs what was submitted to it.
+class Rank {
+ public:
+  Rank(std::shared_ptr<Segment> control, int rank, int size, const std::vector<int>& pids,
+       std::uint64_t slot_bytes, double timeout_seconds, bool ring)
+      : comm(std::move(control), rank, size, pids, slot_bytes, timeout_seconds,
+             ring ? Order::ring : Order::direct) {}
+
+  template <class Work>
+  Result now(Work work) {
+    Result result;
+    {
+      const py::gil_scoped_release no_gil;
+      if (const auto task = worker.pending()) wait_for(*task);
+      result = work(comm, Communicator::Interrupted(interrupted));
+    }
+    return checked(result);
+  }
+
+  template <class Work>
+  std::shared_ptr<Task> later(Work work) {
+    return worker.submit([this, work] { return work(comm, Communicator::Interrupted()); });
+  }
+
+  Result wait(Task& task) {
+    Result result;
+    {
+      const py::gil_scoped_release no_gil;
+      result = wait_for(task);
+    }
+    return checked(result);
+  }
+
+  Communicator comm;
+  Worker worker;
+
+ private:
+  Result wait_for(Task& task) {
+    return task.wait(interrupted,
+                     [this] { comm.break_group(Outcome::interrupted, comm.rank()); });
+  }
+  static Result checked(const Result& result) {
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return result;
+  }
+};
+
+Header header_of(std::uint64_t signature, std::uint64_t layout, double weight, int reduction,
+                 bool fault) {
+  Header header;
+  header.signature = signature;
+  header.layout = layout;
+  header.weight = weight;
+  header.reduction = Reduction(reduction);
+  header.fault = fault;
+  return header;
+}
+
+}  // namespace
+}  // namespace pk
+
+PYBIND11_MODULE(_cpu, module) {
+  using namespace pk;
+
+  py::enum_<Outcome>(module, "Outcome")
+      .value("done", Outcome::done)
+      .value("mismatch", Outcome::mismatch)
+      .value("bad_weight", Outcome::bad_weight)
+      .value("fault", Outcome::fault)
+      .value("layouts", Outcome::layouts)
+      .value("peer_lost", Outcome::peer_lost)
+      .value("timeout", Outcome::timeout)
+      .value("interrupted", Outcome::interrupted);
+
+  py::class_<Result>(module, "Result")
+      .def_readonly("outcome", &Result::outcome)
+      .def_readonly("rank", &Result::rank)
+      .def_readonly("total", &Result::total);
+
+  py::class_<Segment, std::shared_ptr<Segment>>(module, "Segment")
+      .def_static(
+          "create",
+          [](const std::string& folder, const py::bytes& secret, int size, std::uint64_t bytes) {
+            std::string path;
+            const int fd = Segment::create(folder, secret, size, bytes, path);
+            return std::pair(fd, path);
+          })
+      .def_static("open", [](const std::string& path, const py::bytes& secret, int size,
+                             std::uint64_t bytes) { return Segment::open(path, secret, size, bytes); })
+      .def_static("map", &Segment::map, py::call_guard<py::gil_scoped_release>())
+      .def_static("local", &Segment::local)
+      .def("slab", [](std::shared_ptr<Segment> segment, int rank) {
+        return Slab{std::move(segment), rank};
+      });
+
+  py::class_<Slab>(module, "Slab", py::buffer_protocol()).def_buffer([](Slab& slab) {
+    return py::buffer_info(reinterpret_cast<std::uint8_t*>(slab.segment->slab(slab.rank)),
+                           py::ssize_t(slab.segment->slab_bytes()));
+  });
+
+  py::class_<TensorList, std::shared_ptr<TensorList>>(module, "TensorList")
+      .def_property_readonly("in_place",
+                             [](const TensorList& list) { return list.placement() != 0; })
+      .def_property_readonly("bytes", &TensorList::bytes);
+
+  py::class_<Task, std::shared_ptr<Task>>(module, "Task").def("done", &Task::done);
+
+  py::class_<Rank>(module, "Communicator")
+      .def(py::init<std::shared_ptr<Segment>, int, int, const std::vector<int>&, std::uint64_t,
+                    double, bool>(),
+           py::arg("control"), py::arg("rank"), py::arg("size"), py::arg("pids"),
+           py::arg("slot_bytes"), py::arg("timeout_seconds"), py::arg("ring"))
+      .def_static("control_bytes", &Communicator::control_bytes)
+      .def("add_segment", [](Rank& self, const std::shared_ptr<Segment>& segment,
+                             std::uint64_t name) { self.comm.add_segment(segment, name); })
+      .def("tensors",
+           [](Rank& self,
+              const std::vector<std::tuple<std::uintptr_t, std::uint64_t, int>>& tensors) {
+             auto list = std::make_shared<TensorList>();
+             for (const auto& [address, bytes, dtype] : tensors) {
+               list->add(pointer(address), bytes, Dtype(dtype));
+             }
+             self.comm.locate(*list);
+             return list;
+           })
+      .def("all_reduce",
+           [](Rank& self, const TensorList& list, std::uint64_t signature, std::uint64_t layout,
+              double weight, int reduction, bool fault, int threads) {
+             const Header header = header_of(signature, layout, weight, reduction, fault);
+             return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
+               return comm.all_reduce(list, header, threads, stop);
+             });
+           })
+      .def("start_all_reduce",
+           [](Rank& self, std::shared_ptr<TensorList> list, std::uint64_t signature,
+              std::uint64_t layout, double weight, int reduction, bool fault, int threads) {
+             const Header header = header_of(signature, layout, weight, reduction, fault);
+             return self.later([=](Communicator& comm, const Communicator::Interrupted& stop) {
+               return comm.all_reduce(*list, header, threads, stop);
+             });
+           })
+      .def("wait", &Rank::wait)
+      .def("reduce_scatter",
+           [](Rank& self, const TensorList& list, std::uintptr_t shard, std::uint64_t signature,
+              double weight, int reduction, bool fault, int threads) {
+             const Header header = header_of(signature, 0, weight, reduction, fault);
+             return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
+               return comm.reduce_scatter(list, pointer(shard), header, threads, stop);
+             });
+           })
+      .def("all_gather",
+           [](Rank& self, const TensorList& list, std::uintptr_t shard, std::uint64_t signature,
+              bool fault, int threads) {
+             const Header header = header_of(signature, 0, 1.0, 0, fault);
+             return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
+               return comm.all_gather(list, pointer(shard), header, threads, stop);
+             });
+           })
+      .def("barrier",
+           [](Rank& self) {
+             return self.now([](Communicator& comm, const Communicator::Interrupted& stop) {
+               return comm.barrier(stop);
+             });
+           })
+      .def("exchange",
+           [](Rank& self, const std::string& message) {
+             std::vector<std::string> messages;
+             const Result result =
+                 self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
+                   return comm.exchange(message, messages, stop);
+                 });
+             py::list all;
+             for (const std::string& each : messages) all.append(py::bytes(each));
+             return py::make_tuple(result, all);
+           })
+      .def("leave",
+           [](Rank& self) { self.comm.break_group(Outcome::peer_lost, self.comm.rank()); })
+      .def_property_readonly("traffic", [](const Rank& self) {
+        const Traffic& traffic = self.comm.traffic();
+        return py::make_tuple(traffic.read.load(), traffic.written.load(), traffic.staged.load());
+      });
+
+  module.def("kernels", [] { return std::string(kernels().name); });
+  module.attr("max_ranks") = kMaxRanks;
+}

@@ -1,0 +1,36 @@
+// The loops over elements, one table an instruction set, chosen once at start.
+#pragma once
+
+#include "../dtypes.h"
+
+namespace pk {
+
+// One weighted sum: every out[o][i] = round(coefficient[0]*in[0][i] + coefficient[1]*in[1][i] ...),
+// added in that order with fma. An output may be one of the inputs. No input: zeros.
+struct WeightedSum {
+  Dtype dtype;
+  bool wide;  // add in double although the dtype would be added in float
+  int inputs;
+  int outputs;
+  const void* const* in;
+  const double* coefficient;
+  void* const* out;
+  std::size_t count;
+};
+
+struct Kernels {
+  const char* name;
+  void (*weighted_sum)(const WeightedSum&);
+};
+
+extern const Kernels kPortable;
+#if defined(PK_X86_DISPATCH)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+// The best table this processor runs, or the one PARALLELKIT_ISA names ("portable", "avx2",
+// "avx512"); throws std::invalid_argument when that one cannot run here.
+const Kernels& kernels();
+
+}  // namespace pk

@@ -1,0 +1,6 @@
+#include "kernels_inl.h"
+
+namespace pk {
+extern const Kernels kAvx2;
+const Kernels kAvx2{"avx2", weighted_sum};
+}  // namespace pk
