@@ -149,7 +149,6 @@ class NinjaBuild(build_ext):
 setup(
     ext_modules=extensions(),
     cmdclass={"build_ext": NinjaBuild},
-    packages=find_packages(include=["parallelkit", "parallelkit.*"])
-    + [f"parallelkit.{name}" for name in find_packages(include=["kernels"])],
+    packages=[*find_packages(include=["parallelkit", "parallelkit.*"]), "parallelkit.kernels"],
     package_dir={"parallelkit.kernels": "kernels"},
 )
