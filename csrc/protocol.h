@@ -53,9 +53,9 @@ enum class Operation : std::uint32_t {
 };
 
 enum class Reduction : std::uint32_t {
-  mean,   // sum of w_i x_i over sum of w_i
-  sum,    // sum of x_i over sum of w_i
-  total,  // sum of x_i
+  mean,   // sum of w_i s_i x_i over sum of w_i
+  sum,    // sum of s_i x_i over sum of w_i
+  total,  // sum of s_i x_i
 };
 
 // What a rank says when it enters a collective.
@@ -65,7 +65,8 @@ struct Header {
   std::uint64_t signature = 0;  // hash of count, shapes and dtypes
   std::uint64_t layout = 0;     // hash of the order of elements in memory
   std::uint64_t placement = 0;  // hash of the places in shared memory; 0: not all of it is there
-  double weight = 1.0;
+  double weight = 1.0;          // items that this rank's values stand for
+  double scale = 1.0;           // a factor its values still need
   std::uint32_t fault = 0;  // not 0: this rank's caller gave something it must refuse
 };
 
@@ -191,10 +192,10 @@ PK_HD inline void decide(const Header* headers, int size, Verdict& verdict) {
   for (int r = 0; r < size; ++r) {
     const double w = headers[r].weight;
     if (w == 0.0 && first.reduction != Reduction::total) continue;  // never read
-    const double c = first.reduction == Reduction::mean  ? w / verdict.total
-                     : first.reduction == Reduction::sum ? 1.0 / verdict.total
-                                                         : 1.0;
-    if (c < 0x1p-100 || c > 0x1p100) verdict.wide = true;
+    const double c = first.reduction == Reduction::mean  ? headers[r].scale * (w / verdict.total)
+                     : first.reduction == Reduction::sum ? headers[r].scale / verdict.total
+                                                         : headers[r].scale;
+    if (!(c >= 0x1p-100 && c <= 0x1p100)) verdict.wide = true;
     verdict.source[verdict.readers] = r;
     verdict.coefficient[verdict.readers++] = c;
   }

@@ -71,12 +71,13 @@ class Rank {
   }
 };
 
-Header header_of(std::uint64_t signature, std::uint64_t layout, double weight, int reduction,
+Header header_of(std::uint64_t signature, std::uint64_t layout, double weight, double scale, int reduction,
                  bool fault) {
   Header header;
   header.signature = signature;
   header.layout = layout;
   header.weight = weight;
+  header.scale = scale;
   header.reduction = Reduction(reduction);
   header.fault = fault;
   return header;
@@ -104,13 +105,12 @@ PYBIND11_MODULE(_cpu, module) {
       .def_readonly("total", &Result::total);
 
   py::class_<Segment, std::shared_ptr<Segment>>(module, "Segment")
-      .def_static(
-          "create",
-          [](const std::string& folder, const py::bytes& secret, int size, std::uint64_t bytes) {
-            std::string path;
-            const int fd = Segment::create(folder, secret, size, bytes, path);
-            return std::pair(fd, path);
-          })
+      .def_static("create",
+                  [](const std::string& folder, const py::bytes& secret, int size,
+                     std::uint64_t bytes) {
+                    const int descriptor = Segment::create(folder, secret, size, bytes);
+                    return std::pair(Segment::path_of(descriptor), descriptor);
+                  })
       .def_static("open", [](const std::string& path, const py::bytes& secret, int size,
                              std::uint64_t bytes) { return Segment::open(path, secret, size, bytes); })
       .def_static("map", &Segment::map, py::call_guard<py::gil_scoped_release>())
@@ -151,35 +151,40 @@ PYBIND11_MODULE(_cpu, module) {
            })
       .def("all_reduce",
            [](Rank& self, const TensorList& list, std::uint64_t signature, std::uint64_t layout,
-              double weight, int reduction, bool fault, int threads) {
-             const Header header = header_of(signature, layout, weight, reduction, fault);
+              double weight, double scale, int reduction,
+                 bool fault, int threads) {
+             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
              return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
                return comm.all_reduce(list, header, threads, stop);
              });
            })
       .def("start_all_reduce",
            [](Rank& self, std::shared_ptr<TensorList> list, std::uint64_t signature,
-              std::uint64_t layout, double weight, int reduction, bool fault, int threads) {
-             const Header header = header_of(signature, layout, weight, reduction, fault);
+              std::uint64_t layout, double weight, double scale, int reduction,
+                 bool fault, int threads) {
+             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
              return self.later([=](Communicator& comm, const Communicator::Interrupted& stop) {
                return comm.all_reduce(*list, header, threads, stop);
              });
            })
       .def("wait", &Rank::wait)
       .def("reduce_scatter",
-           [](Rank& self, const TensorList& list, std::uintptr_t shard, std::uint64_t signature,
-              double weight, int reduction, bool fault, int threads) {
-             const Header header = header_of(signature, 0, weight, reduction, fault);
+           [](Rank& self, const TensorList& list, std::uintptr_t shard, std::uint64_t element_bytes,
+              std::uint64_t signature, std::uint64_t layout, double weight, double scale, int reduction,
+                 bool fault, int threads) {
+             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
              return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
-               return comm.reduce_scatter(list, pointer(shard), header, threads, stop);
+               return comm.reduce_scatter(list, pointer(shard), element_bytes, header, threads, stop);
              });
            })
       .def("all_gather",
-           [](Rank& self, const TensorList& list, std::uintptr_t shard, std::uint64_t signature,
-              bool fault, int threads) {
-             const Header header = header_of(signature, 0, 1.0, 0, fault);
+           [](Rank& self, const TensorList& list, std::uintptr_t shard, std::uint64_t element_bytes,
+              std::uint64_t signature, std::uint64_t layout, double weight, double scale, int reduction,
+                 bool fault,
+              int threads) {
+             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
              return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
-               return comm.all_gather(list, pointer(shard), header, threads, stop);
+               return comm.all_gather(list, pointer(shard), element_bytes, header, threads, stop);
              });
            })
       .def("barrier",
@@ -199,8 +204,7 @@ PYBIND11_MODULE(_cpu, module) {
              for (const std::string& each : messages) all.append(py::bytes(each));
              return py::make_tuple(result, all);
            })
-      .def("leave",
-           [](Rank& self) { self.comm.break_group(Outcome::peer_lost, self.comm.rank()); })
+      .def("leave", [](Rank& self) { self.comm.leave(); })
       .def_property_readonly("traffic", [](const Rank& self) {
         const Traffic& traffic = self.comm.traffic();
         return py::make_tuple(traffic.read.load(), traffic.written.load(), traffic.staged.load());
@@ -208,4 +212,5 @@ PYBIND11_MODULE(_cpu, module) {
 
   module.def("kernels", [] { return std::string(kernels().name); });
   module.attr("max_ranks") = kMaxRanks;
+  module.attr("interface") = 1;  // parallelkit/ops.py wants the same number
 }

@@ -14,37 +14,29 @@ constexpr std::uint64_t kOneShotBytes = 16384;
 // A thread is worth starting for this much of a tensor.
 constexpr std::uint64_t kBytesPerThread = 1 << 20;
 
-// How a stretch of bytes is dealt out to the ranks: in units of a line, or of one element.
-struct Cut {
-  std::uint64_t bytes;
-  std::uint64_t unit;
-  int size;
-  Range operator()(int owner) const {
-    const Range units = shard_bounds(ceil_div(bytes, unit), size, owner);
-    return {units.begin * unit, min_u64(bytes, units.end * unit)};
-  }
-};
-
-Cut cut_of_flat(const TensorList& list, int size) {
-  const Span& span = list.spans().front();
-  return {span.bytes, size_of(span.dtype), size};
+Cut cut_of_flat(const TensorList& list, std::uint64_t element_bytes, int size) {
+  return {list.spans().front().bytes, element_bytes, size};
 }
 
-std::uint64_t largest_shard(const Cut& cut) { return cut(0).size(); }
+// Steps that a staged collective takes; the first shard is the largest. A single rank stages nothing.
+std::uint64_t chunks_of(const Cut& cut, std::uint64_t chunk_bytes) {
+  return cut.size == 1 ? 0 : ceil_div(cut(0).size(), chunk_bytes);
+}
 
 }  // namespace
 
 // The two ways of a reduction for one thread of one rank.
 class Communicator::Reduction {
  public:
-  // `shard` null: the result replaces the tensors on every rank. Else it goes there, and only this
-  // rank's part is made.
+  // `scatter`: only this rank's part is made, and goes to `shard` (null where it is empty). Else the
+  // result replaces the tensors on every rank.
   Reduction(Communicator& comm, Team& team, const Verdict& verdict, const TensorList& list,
-            std::byte* shard, const Cut& cut)
+            bool scatter, std::byte* shard, const Cut& cut)
       : comm_(comm),
         team_(team),
         verdict_(verdict),
         list_(list),
+        scatter_(scatter),
         shard_(shard),
         cut_(cut),
         chunk_(comm.staging_.chunk_bytes()) {}
@@ -73,14 +65,14 @@ class Communicator::Reduction {
     std::byte* results = comm_.staging_.results(slab(rank()), filling) + skip;
     list_.each(part, [&](const Piece& p) {
       std::byte* own = p.span.data + p.offset;
-      void* out[] = {shard_ ? shard_ + (part.begin - cut_(rank()).begin) : own, results + p.at};
-      const bool publish = shard_ == nullptr && size() > 1;
+      void* out[] = {scatter_ ? shard_ + (part.begin - cut_(rank()).begin) : own, results + p.at};
+      const bool publish = !scatter_ && size() > 1;
       sum(p, [&](int r) { return r == rank() ? own : inputs[r] + p.at; }, out, publish ? 2 : 1);
     });
   }
 
   void drain(std::uint64_t chunk, std::uint32_t slot) {
-    if (shard_) return;
+    if (scatter_) return;
     for (int step = 0; step < size(); ++step) {
       const int owner = comm_.visited(step);
       if (owner == rank()) continue;
@@ -100,12 +92,12 @@ class Communicator::Reduction {
       std::byte* own = p.span.data + p.offset;
       const auto at = [&](int r) { return own + (r - rank()) * p.span.stride; };
       void* out[kMaxRanks];
-      if (shard_) {
+      if (scatter_) {
         out[0] = shard_ + (part.begin - cut_(rank()).begin);
       } else {
         for (int step = 0; step < size(); ++step) out[step] = at(comm_.visited(step));
       }
-      sum(p, at, out, shard_ ? 1 : size());
+      sum(p, at, out, scatter_ ? 1 : size());
     });
   }
 
@@ -145,7 +137,8 @@ class Communicator::Reduction {
   Team& team_;
   const Verdict& verdict_;
   const TensorList& list_;
-  std::byte* shard_;
+  const bool scatter_;
+  std::byte* const shard_;
   const Cut& cut_;
   const std::uint64_t chunk_;
 };
@@ -211,17 +204,16 @@ Result Communicator::collective(std::uint64_t bytes, int threads, const Interrup
   return {peers_.cause(), peers_.culprit(), 0.0};
 }
 
-Result Communicator::reduce(const TensorList& list, std::byte* shard, Header header, int threads,
-                            const Interrupted& stop) {
-  const bool whole = header.operation == Operation::all_reduce;
-  const Cut cut = whole ? Cut{list.bytes(), kLine, size()} : cut_of_flat(list, size());
-  const std::uint64_t chunks = ceil_div(largest_shard(cut), staging_.chunk_bytes());
-  const bool one_shot = whole && list.bytes() <= min_u64(kOneShotBytes, staging_.slot_bytes);
+Result Communicator::reduce(const TensorList& list, std::byte* shard, const Cut& cut,
+                            Header header, int threads, const Interrupted& stop) {
+  const std::uint64_t chunks = chunks_of(cut, staging_.chunk_bytes());
+  const bool scatter = header.operation == Operation::reduce_scatter;
+  const bool one_shot = !scatter && list.bytes() <= min_u64(kOneShotBytes, staging_.slot_bytes);
   header.placement = list.placement();
-  const bool staged = header.placement == 0 && !header.fault;
+  const bool staged = header.placement == 0 && !header.fault && size() > 1;
 
   return collective(list.bytes(), threads, stop, [&](Team& team, Verdict& verdict) {
-    Reduction work(*this, team, verdict, list, shard, cut);
+    Reduction work(*this, team, verdict, list, scatter, shard, cut);
     const auto fill_first = [&] {
       if (one_shot) {
         work.fill_one_shot(filling_slot(team));
@@ -231,10 +223,9 @@ Result Communicator::reduce(const TensorList& list, std::byte* shard, Header hea
     };
     if (staged) fill_first();
     if (!open(team, header, verdict) || verdict.outcome != Outcome::done) return;
-    const bool alone = size() == 1 && verdict.readers == 1 && verdict.coefficient[0] == 1.0;
-    if (alone && shard == nullptr) return;  // the mean of one rank is what it has
-    if (verdict.in_place) {
-      work.in_place();
+    if (verdict.in_place || size() == 1) {
+      const bool nothing = size() == 1 && verdict.readers == 1 && verdict.coefficient[0] == 1.0;
+      if (!nothing || scatter) work.in_place();
       gate(team);
       return;
     }
@@ -255,28 +246,31 @@ Result Communicator::reduce(const TensorList& list, std::byte* shard, Header hea
 Result Communicator::all_reduce(const TensorList& list, Header header, int threads,
                                 const Interrupted& stop) {
   header.operation = Operation::all_reduce;
-  return reduce(list, nullptr, header, threads, stop);
+  return reduce(list, nullptr, {list.bytes(), kLine, size()}, header, threads, stop);
 }
 
-Result Communicator::reduce_scatter(const TensorList& list, std::byte* shard, Header header,
-                                    int threads, const Interrupted& stop) {
+Result Communicator::reduce_scatter(const TensorList& list, std::byte* shard,
+                                    std::uint64_t element_bytes, Header header, int threads,
+                                    const Interrupted& stop) {
   header.operation = Operation::reduce_scatter;
-  return reduce(list, shard, header, threads, stop);
+  const Cut cut = cut_of_flat(list, element_bytes, size());
+  return reduce(list, shard, cut, header, threads, stop);
 }
 
-Result Communicator::all_gather(const TensorList& list, const std::byte* shard, Header header,
-                                int threads, const Interrupted& stop) {
+Result Communicator::all_gather(const TensorList& list, const std::byte* shard,
+                                std::uint64_t element_bytes, Header header, int threads,
+                                const Interrupted& stop) {
   header.operation = Operation::all_gather;
   header.placement = list.placement();
-  const Cut cut = cut_of_flat(list, size());
+  const Cut cut = cut_of_flat(list, element_bytes, size());
   const std::uint64_t chunk = staging_.slot_bytes;
-  const std::uint64_t chunks = ceil_div(largest_shard(cut), chunk);
+  const std::uint64_t chunks = chunks_of(cut, chunk);
 
   return collective(list.bytes(), threads, stop, [&](Team& team, Verdict& verdict) {
     if (!open(team, header, verdict) || verdict.outcome != Outcome::done) return;
     std::byte* whole = list.spans().front().data;
     const Range mine = cut(rank());
-    if (verdict.in_place) {  // write the own shard to everybody's tensor
+    if (verdict.in_place || size() == 1) {  // write the own shard to everybody's tensor
       const Range part = team.part(mine);
       for (int step = 0; step < size(); ++step) {
         const std::ptrdiff_t away = (visited(step) - rank()) * list.spans().front().stride;

@@ -26,6 +26,17 @@ struct Traffic {
   std::atomic<std::uint64_t> staged = 0;
 };
 
+// How a stretch of bytes is dealt out to the ranks: in units of a line, or of one element.
+struct Cut {
+  std::uint64_t bytes;
+  std::uint64_t unit;
+  int size;
+  Range operator()(int owner) const {
+    const Range units = shard_bounds(ceil_div(bytes, unit), size, owner);
+    return {units.begin * unit, min_u64(bytes, units.end * unit)};
+  }
+};
+
 enum class Order : int { direct, ring };  // the order in which peers are visited
 
 class Communicator {
@@ -45,16 +56,17 @@ class Communicator {
   // `threads` is the most to use; small tensors take one.
   Result all_reduce(const TensorList& list, Header header, int threads, const Interrupted& stop);
   // `shard` gets this rank's part of the one tensor in `list`, cut as schedule.h's shard_bounds.
-  Result reduce_scatter(const TensorList& list, std::byte* shard, Header header, int threads,
-                        const Interrupted& stop);
+  Result reduce_scatter(const TensorList& list, std::byte* shard, std::uint64_t element_bytes,
+                        Header header, int threads, const Interrupted& stop);
   // The one tensor in `list` gets every rank's shard.
-  Result all_gather(const TensorList& list, const std::byte* shard, Header header, int threads,
-                    const Interrupted& stop);
+  Result all_gather(const TensorList& list, const std::byte* shard, std::uint64_t element_bytes,
+                    Header header, int threads, const Interrupted& stop);
   Result barrier(const Interrupted& stop);
   // Every rank's message to every rank, of any length.
   Result exchange(const std::string& message, std::vector<std::string>& messages,
                   const Interrupted& stop);
 
+  void leave() { peers_.leave(); }
   void break_group(Outcome cause, int rank) { peers_.break_group(cause, rank); }
   const Traffic& traffic() const { return traffic_; }
   int rank() const { return peers_.rank(); }
@@ -66,8 +78,8 @@ class Communicator {
   // Run body(team, verdict) on the rank's threads and conclude.
   template <class Body>
   Result collective(std::uint64_t bytes, int threads, const Interrupted& stop, Body body);
-  Result reduce(const TensorList& list, std::byte* shard, Header header, int threads,
-                const Interrupted& stop);
+  Result reduce(const TensorList& list, std::byte* shard, const Cut& cut, Header header,
+                int threads, const Interrupted& stop);
   int visited(int step) const;  // the rank that is visited in step 0, 1, ...
 
   Peers peers_;

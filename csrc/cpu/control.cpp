@@ -66,15 +66,18 @@ void Peers::wake(Signal& signal) const {
 }
 
 bool Peers::arrived(int peer, std::uint32_t ticket) const {
-  // A peer may be one gate ahead, and then says so on its other line.
   return signal(peer, ticket).ticket.load(kAcquire) == ticket;
 }
 
 int Peers::lost_peer(std::uint32_t ticket) const {
   for (int r = 0; r < size_; ++r) {
-    if (pidfds_[r] < 0 || arrived(r, ticket)) continue;
-    pollfd process{pidfds_[r], POLLIN, 0};
-    if (::poll(&process, 1, 0) > 0 && !arrived(r, ticket)) return r;
+    if (r == rank_ || arrived(r, ticket)) continue;
+    bool gone = control(r).left.load(kAcquire) != 0;
+    if (pidfds_[r] >= 0) {
+      pollfd process{pidfds_[r], POLLIN, 0};
+      gone = gone || ::poll(&process, 1, 0) > 0;
+    }
+    if (gone && !arrived(r, ticket)) return r;  // its last act may have been to arrive
   }
   return -1;
 }
@@ -114,11 +117,16 @@ void Peers::break_group(Outcome cause, int rank) const {
   std::uint32_t whole = 0;
   control(0).broken.compare_exchange_strong(
       whole, std::uint32_t(cause) << 16 | std::uint32_t(rank), kBoth, kAcquire);
-  for (int r = 0; r < size_; ++r) {
-    for (Signal& signal : control(r).signal) {
-      futex(signal.ticket, FUTEX_WAKE, INT_MAX, nullptr);
-    }
-  }
+  for (int r = 0; r < size_; ++r) wake_all(r);
+}
+
+void Peers::leave() const {
+  control(rank_).left.store(1, kRelease);
+  wake_all(rank_);
+}
+
+void Peers::wake_all(int rank) const {
+  for (Signal& signal : control(rank).signal) futex(signal.ticket, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
 Outcome Peers::cause() const { return Outcome(control(0).broken.load(kAcquire) >> 16); }

@@ -18,6 +18,7 @@ struct alignas(kLine) Control {
   Signal signal[2];
   // Rank 0's is the group's: 0 while all is well, then `cause << 16 | rank` of the first failure.
   alignas(kLine) shared_atomic<std::uint32_t> broken;
+  shared_atomic<std::uint32_t> left;              // not 0: this rank closed the group
   alignas(kLine) std::uint64_t mail_left;  // bytes of the message from this mail on
   std::byte mail[kMailBytes];
 };
@@ -60,6 +61,7 @@ class Peers {
   bool await(int peer, Signal& signal, std::uint32_t ticket,
              const std::function<bool()>& interrupted) const;
 
+  void leave() const;
   void break_group(Outcome cause, int rank) const;
   Outcome cause() const;  // Outcome::done while the group is whole
   int culprit() const;    // the rank that broke it
@@ -67,7 +69,8 @@ class Peers {
  private:
   using Clock = std::chrono::steady_clock;
   bool arrived(int peer, std::uint32_t ticket) const;
-  int lost_peer(std::uint32_t ticket) const;  // a dead one that has not reached the gate, or -1
+  void wake_all(int rank) const;
+  int lost_peer(std::uint32_t ticket) const;  // dead or gone without reaching the gate; or -1
 
   std::shared_ptr<Segment> control_;
   int rank_;

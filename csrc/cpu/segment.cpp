@@ -73,29 +73,26 @@ class Descriptor {
 }  // namespace
 
 int Segment::create(const std::string& folder, const std::string& secret, int size,
-                    std::uint64_t slab_bytes, std::string& path) {
-  int raw = -1;
-  if (folder.empty()) {
-    raw = ::memfd_create("parallelkit", MFD_CLOEXEC);
-    if (raw < 0) fail(errno, "memfd_create");
-    path = "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(raw);
-  } else {
-    path = folder + "/parallelkit-XXXXXX";
-    raw = ::mkostemp(path.data(), O_CLOEXEC);
-    if (raw < 0) fail(errno, "cannot create a file in " + folder);
+                    std::uint64_t slab_bytes) {
+  Descriptor file(folder.empty() ? ::memfd_create("parallelkit", MFD_CLOEXEC)
+                                 : ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+  if (file.get() < 0) {
+    fail(errno, folder.empty() ? "memfd_create" : "cannot make a file in " + folder);
   }
-  Descriptor file(raw);
   const std::uint64_t bytes = file_bytes(size, slab_bytes);
   const Title title = title_of(secret, size, slab_bytes);
   int error = 0;
-  if (::fchmod(raw, 0600) != 0 || ::ftruncate(raw, off_t(bytes)) != 0) error = errno;
-  if (!error) error = ::posix_fallocate(raw, 0, off_t(kPage));
-  if (!error && ::pwrite(raw, &title, sizeof title, 0) != ssize_t(sizeof title)) error = errno;
-  if (error) {
-    if (!folder.empty()) ::unlink(path.c_str());
-    fail(error, "cannot make " + std::to_string(bytes) + " bytes of shared memory");
+  if (::fchmod(file.get(), 0600) != 0 || ::ftruncate(file.get(), off_t(bytes)) != 0) error = errno;
+  if (!error) error = ::posix_fallocate(file.get(), 0, off_t(kPage));
+  if (!error && ::pwrite(file.get(), &title, sizeof title, 0) != ssize_t(sizeof title)) {
+    error = errno;
   }
+  if (error) fail(error, "cannot make " + std::to_string(bytes) + " bytes of shared memory");
   return file.release();
+}
+
+std::string Segment::path_of(int descriptor) {
+  return "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(descriptor);
 }
 
 int Segment::open(const std::string& path, const std::string& secret, int size,
@@ -117,17 +114,16 @@ int Segment::open(const std::string& path, const std::string& secret, int size,
 
 std::shared_ptr<Segment> Segment::map(int descriptor, int rank, int size,
                                       std::uint64_t slab_bytes) {
-  Descriptor file(descriptor);
   const std::uint64_t stride = stride_of(slab_bytes);
   if (stride > 0) {
     const off_t begin = off_t(kPage + std::uint64_t(rank) * stride);
-    if (const int error = ::posix_fallocate(file.get(), begin, off_t(stride))) {
+    if (const int error = ::posix_fallocate(descriptor, begin, off_t(stride))) {
       fail(error, "no room for " + std::to_string(stride) + " bytes of shared memory");
     }
   }
   const std::uint64_t bytes = file_bytes(size, slab_bytes);
   void* mapping =
-      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file.get(), 0);
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (mapping == MAP_FAILED) {
     fail(errno, "cannot map " + std::to_string(bytes) + " bytes of shared memory");
   }

@@ -2,9 +2,9 @@
 //
 //     [ title page | slab of rank 0 | slab of rank 1 | ... ]
 //
-// The file is a memfd, reached by peers through /proc/<pid>/fd, or (where that is refused, or on
-// request) a file of mode 0600 in a folder such as /dev/shm that loses its name as soon as every
-// rank has mapped it. Either way the kernel frees it with its last mapping: nothing to clean up.
+// The file never has a name: it is a memfd or, where a folder is asked for, an unnamed file there,
+// of mode 0600. Peers reach it through /proc/<pid>/fd, and the kernel frees it with its last
+// mapping, whatever happens to the processes: there is nothing to clean up.
 #pragma once
 
 #include <cstddef>
@@ -16,15 +16,16 @@ namespace pk {
 
 class Segment {
  public:
-  // Rank 0: make the file and its title page. `folder` empty: a memfd. Returns the descriptor; the
-  // path for the peers is written to `path`.
+  // Rank 0: make the file and its title page, in `folder` or (empty) as a memfd. The descriptor is
+  // the caller's to close once the others have opened path_of(descriptor).
   static int create(const std::string& folder, const std::string& secret, int size,
-                    std::uint64_t slab_bytes, std::string& path);
+                    std::uint64_t slab_bytes);
+  static std::string path_of(int descriptor);
   // The others: open what rank 0 made. Throws when it is not ours or not what was announced.
   static int open(const std::string& path, const std::string& secret, int size,
                   std::uint64_t slab_bytes);
   // Everybody: claim the pages of the own slab (out of memory shows here, as an exception, not as
-  // SIGBUS in the middle of a copy), map all slabs and close the descriptor.
+  // SIGBUS in the middle of a copy) and map all slabs.
   static std::shared_ptr<Segment> map(int descriptor, int rank, int size,
                                       std::uint64_t slab_bytes);
   // The same shape of memory for ranks that are threads of one process; one object for all.

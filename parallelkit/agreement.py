@@ -1,0 +1,77 @@
+"""Errors that every rank raises alike: what a refused collective says, once all ranks have told why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from .errors import (
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    ParallelKitError,
+    UsageError,
+)
+from .transport import Transport
+
+__all__ = ["refuse"]
+
+_FAULTS: dict[str, type[ParallelKitError]] = {
+    error.__name__: error for error in (InvalidArgumentError, InvalidTypeError, UsageError)
+}
+
+
+def refuse(
+    transport: Transport,
+    rank: int,
+    outcome: str,
+    description: Sequence[str],
+    weight: float = 1.0,
+    fault: ParallelKitError | None = None,
+) -> ParallelKitError:
+    """The error for a reply that is not "done", the same on every rank. Collective.
+
+    Args:
+        transport: reaches the other ranks.
+        rank: this rank.
+        outcome: of the `Reply`.
+        description: what this rank called: its name first, then each property that has to agree.
+        weight: this rank's weight.
+        fault: what is wrong with this rank's arguments, if anything.
+    """
+    kind = type(fault).__name__ if fault else ""
+    told = json.dumps([list(description), weight, kind, str(fault or "")])
+    _, messages = transport.exchange(told.encode())
+    heard = [json.loads(message) for message in messages]
+    size, name = len(heard), description[0]
+    if outcome == "fault":
+        for culprit, (_, _, kind, text) in enumerate(heard):
+            if kind:
+                error = _FAULTS.get(kind, InvalidArgumentError)(
+                    f"{text} [rank {culprit} of {size}]"
+                )
+                error.__cause__ = fault if culprit == rank else None
+                return error
+    if outcome == "bad_weight":
+        weights = ", ".join(f"{w!r} on rank {r}" for r, (_, w, _, _) in enumerate(heard))
+        return InvalidArgumentError(
+            f"{name}: weight must be finite and at least 0, and so must the sum; got {weights}. "
+            "Nothing was changed; a rank with nothing to add passes weight=0"
+        )
+    return CollectiveMismatchError(
+        f"{name}: the ranks called different things: {_difference([h[0] for h in heard])}. "
+        "Nothing was changed; every rank must make the same calls in the same order"
+    )
+
+
+def _difference(descriptions: list[list[str]]) -> str:
+    """The first property in which the ranks differ, and who has which value."""
+    for index in range(max(map(len, descriptions))):
+        values = [d[index] if index < len(d) else "nothing more" for d in descriptions]
+        if len(set(values)) > 1:
+            return "; ".join(
+                f"{value} on rank{'s' if values.count(value) > 1 else ''} "
+                + ", ".join(str(r) for r, v in enumerate(values) if v == value)
+                for value in dict.fromkeys(values)
+            )
+    return "; ".join(" ".join(d) for d in descriptions)

@@ -1,0 +1,267 @@
+"""Groups: the ranks that take part, and how they reach each other."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .agreement import refuse
+from .errors import InvalidArgumentError, UsageError
+from .ops import cpu
+from .transport import Transport
+from .transport.process_group import ProcessGroup
+from .transport.shared_memory import FileMapper, Mapper, MappingError, SharedMemory
+from .transport.watch import boot_id, pid_namespace
+
+__all__ = ["Group", "init"]
+
+ALGORITHMS = ("auto", "ring", "direct", "reference")
+_DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+
+class Group:
+    """The ranks that take part in a collective, and how they reach each other.
+
+    Making a group is collective over its ranks. It is usable as a context manager, which closes it.
+
+    Args:
+        process_group: any torch.distributed process group; default: all ranks, or this process alone
+            where torch.distributed does not run.
+        device: of the tensors; default: the CPU, or the current GPU for an nccl group.
+        timeout: how long a collective waits for a late rank. Default: 5 minutes.
+        algorithm: "auto", "ring", "direct" (each rank reads its shard from all) or "reference"
+            (plain torch.distributed). PARALLELKIT_ALGORITHM sets what "auto" means. The results of
+            all but "reference" are equal to the bit.
+
+    Attributes:
+        rank: this process's number in the group, from 0.
+        size: the number of ranks.
+        device: as given.
+        timeout: as given.
+        transport: "single", "shared-memory" (CPU ranks of one host) or "process-group".
+
+    Raises:
+        InvalidArgumentError: an unknown algorithm, or one that differs between ranks.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        device: torch.device | str | None = None,
+        timeout: timedelta | None = None,
+        algorithm: str = "auto",
+    ) -> None:
+        if process_group is None and dist.is_initialized():
+            process_group = dist.group.WORLD
+        self._process_group = process_group
+        self.rank = process_group.rank() if process_group is not None else 0
+        self.size = process_group.size() if process_group is not None else 1
+        self.device = _device(device, process_group)
+        self.timeout = timeout or _DEFAULT_TIMEOUT
+        self._set_transport(self._choose_transport(algorithm))
+
+    @classmethod
+    def from_mesh(
+        cls,
+        device_mesh: DeviceMesh,
+        *,
+        device: torch.device | str | None = None,
+        timeout: timedelta | None = None,
+        algorithm: str = "auto",
+    ) -> Group:
+        """A group over a one-dimensional DeviceMesh, such as `mesh["dp"]`; arguments as `Group`."""
+        if device_mesh.ndim != 1:
+            raise InvalidArgumentError(
+                f"Group.from_mesh: device_mesh must have one dimension, got {device_mesh.ndim}; "
+                'take one of them, for example mesh["dp"]'
+            )
+        return cls(device_mesh.get_group(), device=device, timeout=timeout, algorithm=algorithm)
+
+    @classmethod
+    def _virtual(cls, rank: int, size: int, mapper: Mapper, timeout: timedelta) -> Group:
+        """One of several ranks in this process (parallelkit.testing.virtual_ranks)."""
+        group = cls.__new__(cls)
+        group._process_group = None
+        group.rank, group.size, group.device = rank, size, torch.device("cpu")
+        group.timeout = timeout
+        group._set_transport(SharedMemory(rank, size, [0] * size, mapper, timeout, ring=False))
+        return group
+
+    def _set_transport(self, transport: Transport) -> None:
+        self._transport = transport
+        self.transport = transport.name
+        self._unusable: str | None = None
+        _alive.add(self)
+
+    def _choose_transport(self, algorithm: str) -> Transport:
+        if algorithm == "auto":
+            algorithm = os.environ.get("PARALLELKIT_ALGORITHM", "auto")
+        here = (boot_id(), pid_namespace(), os.geteuid() if hasattr(os, "geteuid") else 0)
+        native = cpu is not None and self.device.type == "cpu"
+        facts = self._gather_objects((algorithm, here if native else None, os.getpid()))
+        algorithms = [fact[0] for fact in facts]
+        if algorithm not in ALGORITHMS or len(set(algorithms)) > 1:
+            raise InvalidArgumentError(
+                f"Group: algorithm (or PARALLELKIT_ALGORITHM) must be one of {', '.join(ALGORITHMS)} "
+                f"and the same on every rank, got {', '.join(algorithms)} on ranks 0 to "
+                f"{self.size - 1} [rank {self.rank} of {self.size}]"
+            )
+        one_host = all(fact[1] == facts[0][1] and fact[1] is not None for fact in facts)
+        if algorithm != "reference" and one_host:
+            mapper = FileMapper(self.rank, self.size, self._gather_objects)
+            try:
+                return SharedMemory(
+                    self.rank,
+                    self.size,
+                    [fact[2] for fact in facts],
+                    mapper,
+                    self.timeout,
+                    ring=algorithm == "ring",
+                )
+            except MappingError as error:
+                if self.rank == 0:
+                    warnings.warn(
+                        f"parallelkit uses torch.distributed between ranks of one host: {error}",
+                        RuntimeWarning,
+                        stacklevel=3,
+                    )
+        return ProcessGroup(self._process_group, self.device, self.timeout)
+
+    def _gather_objects(self, mine: Any) -> list[Any]:
+        """Every rank's object, by rank: over the transport once there is one."""
+        if hasattr(self, "_transport"):
+            reply, messages = self._transport.exchange(pickle.dumps(mine))
+            if reply.outcome != "done":
+                raise refuse(self._transport, self.rank, reply.outcome, ["exchange"])
+            return [pickle.loads(message) for message in messages]
+        if self._process_group is None:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine, group=self._process_group)
+        return found
+
+    def _usable(self) -> Transport:
+        """The transport, or an error that says why there is none."""
+        if self._unusable is not None:
+            raise UsageError(f"{self._unusable} [rank {self.rank} of {self.size}]")
+        return self._transport
+
+    def empty(
+        self, *shape: int | Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """A tensor in memory that every rank of the host reaches directly; collective.
+
+        Collectives on it copy nothing. Its values are undefined, it lives on `device`, and it stays
+        valid after `close()`: the mapping ends with its last tensor.
+
+        Args:
+            shape: sizes as in torch.empty, `empty(3, 4)` or `empty((3, 4))`; equal on every rank.
+            dtype: default float32; equal on every rank.
+
+        Raises:
+            CollectiveMismatchError: ranks disagree on shape or dtype.
+            InvalidArgumentError: a size is negative.
+            MappingError: no room for it (a ParallelKitError); on every rank.
+        """
+        sizes = _sizes(shape)
+        transport = self._usable()
+        wanted = ["Group.empty", f"{dtype}{list(sizes)}"]
+        if self.size > 1 and len({tuple(w) for w in self._gather_objects(wanted)}) > 1:
+            raise refuse(transport, self.rank, "mismatch", wanted)
+        if any(size < 0 for size in sizes):
+            raise InvalidArgumentError(f"Group.empty: sizes must be at least 0, got {list(sizes)}")
+        return transport.empty(sizes, dtype)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here; errors as for the collectives."""
+        transport = self._usable()
+        reply = transport.barrier()
+        if reply.outcome != "done":
+            raise refuse(transport, self.rank, reply.outcome, ["Group.barrier"])
+
+    def close(self) -> None:
+        """Leave the group; a second call does nothing. Peers that still wait for this rank raise."""
+        if self._unusable is None:
+            self._unusable = "this group is closed; pk.init() or pk.Group(...) makes another"
+            self._transport.close()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Group(rank {self.rank} of {self.size}, {self.transport}, {self.device})"
+
+
+_alive: weakref.WeakSet[Group] = weakref.WeakSet()
+_default: Group | None = None
+
+
+def _forget_in_child() -> None:
+    """A forked child shares the parent's memory but is no rank: it may read tensors, not talk."""
+    for group in _alive:
+        group._unusable = "this group belongs to the parent of this forked process"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def init(device: torch.device | str | None = None, timeout: timedelta = _DEFAULT_TIMEOUT) -> Group:
+    """The group of all ranks; a second call gives the same one.
+
+    Reads torchrun's variables (RANK, WORLD_SIZE, ...). Starts torch.distributed if nobody has (gloo
+    for the CPU, nccl for CUDA) and uses it if it runs; with none of the variables set, the group has
+    size 1. When the group is broken or closed, a new one is made.
+
+    Args:
+        device: default: the CPU, or this rank's GPU where torch.distributed has none and CUDA works.
+        timeout: how long a collective waits for a late rank.
+    """
+    global _default
+    if _default is not None and _default._unusable is None and not _default._transport.broken:
+        return _default
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if device is None and torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        backend = "nccl" if device is not None and torch.device(device).type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout)
+    _default = Group(device=device, timeout=timeout)
+    return _default
+
+
+def default_group(group: Group | None) -> Group:
+    """`group`, or the one that `init` gives."""
+    return group if group is not None else init()
+
+
+def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if group is not None and "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _sizes(shape: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
+    if len(shape) == 1 and not isinstance(shape[0], int):
+        shape = tuple(shape[0])
+    return tuple(int(size) for size in shape)  # type: ignore[arg-type]

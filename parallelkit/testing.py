@@ -1,0 +1,197 @@
+"""Ranks for tests and experiments: in processes of this machine, or inside this process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import InvalidArgumentError, ParallelKitError, PeerLostError
+from .group import Group, init
+from .ops import cpu
+
+__all__ = ["RanksFailedError", "run_ranks", "virtual_ranks"]
+
+
+class RanksFailedError(ParallelKitError, RuntimeError):
+    """Some ranks raised or died. `.outcomes[r]` is rank r's result, or the exception it ended with."""
+
+    def __init__(self, message: str, outcomes: list[Any]) -> None:
+        super().__init__(message)
+        self.outcomes = outcomes
+
+
+def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Run `fn(group, *args)` in `size` processes of this machine; the results in rank order.
+
+    Each process has one torch thread, torch.distributed over gloo, and `pk.init()`'s group.
+
+    Args:
+        fn: importable by name; it and its arguments and results are pickled.
+        size: number of ranks, at least 1.
+        args: for every rank alike.
+        timeout: seconds for all of it.
+
+    Raises:
+        RanksFailedError: a rank raised, died or was not done in time. All are ended then.
+    """
+    if size < 1:
+        raise InvalidArgumentError(f"run_ranks: size must be at least 1, got {size}")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["parallelkit.testing"])
+    job = pickle.dumps((fn, args, dict(os.environ)))
+    with tempfile.TemporaryDirectory(prefix="parallelkit-") as folder:
+        ranks = []
+        for rank in range(size):
+            mine, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_run_rank, args=(rank, size, f"{folder}/store", job, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            ranks.append((process, mine))
+        try:
+            outcomes = _collect(ranks, time.monotonic() + timeout, timeout)
+        finally:
+            for process, connection in ranks:
+                process.kill()
+                process.join()
+                connection.close()
+    failed = [rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
+    if failed:
+        told = "\n".join(f"rank {rank}: {_told(outcomes[rank])}" for rank in failed)
+        raise RanksFailedError(f"run_ranks: {len(failed)} of {size} ranks failed\n{told}", outcomes)
+    return outcomes
+
+
+def _run_rank(rank: int, size: int, store: str, job: bytes, connection: Connection) -> None:
+    """The body of one process."""
+    torch.set_num_threads(1)
+    try:
+        fn, args, environment = pickle.loads(job)
+        os.environ.update(environment)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=60),
+        )
+        with init() as group:
+            outcome = fn(group, *args)
+        answer = pickle.dumps(outcome)
+    except BaseException as error:
+        error.add_note(traceback.format_exc()) if hasattr(error, "add_note") else None
+        answer = _pickled_error(error)
+    connection.send_bytes(answer)
+    connection.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _pickled_error(error: BaseException) -> bytes:
+    try:
+        answer = pickle.dumps(error)
+        pickle.loads(answer)
+    except Exception:  # an exception that does not survive the way: its text does
+        answer = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    return answer
+
+
+def _collect(ranks: list[tuple[Any, Connection]], deadline: float, timeout: float) -> list[Any]:
+    """What each rank sent, or the exception it ended with."""
+    outcomes: list[Any] = [RanksFailedError(f"not done within {timeout:g} s", []) for _ in ranks]
+    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for connection in wait(list(waiting), timeout=left):
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            try:
+                outcomes[rank] = pickle.loads(connection.recv_bytes())
+            except EOFError:  # it died before it could answer
+                process = ranks[rank][0]
+                process.join(5)
+                outcomes[rank] = RanksFailedError(f"died, exit code {process.exitcode}", [])
+    return outcomes
+
+
+def _told(error: BaseException) -> str:
+    notes = getattr(error, "__notes__", [])
+    return "\n".join([f"{type(error).__name__}: {error}", *notes])
+
+
+def virtual_ranks(
+    fn: Callable[..., Any], size: int, device: torch.device | str = "cpu", *, timeout: float = 60.0
+) -> list[Any]:
+    """Run `fn(group)` for `size` ranks inside this process, one thread each; results in rank order.
+
+    The same native collectives as between processes; on the CPU only.
+
+    Args:
+        fn: called once a rank, at the same time.
+        size: number of ranks, at least 1.
+        device: "cpu".
+        timeout: seconds a collective waits for a late rank.
+
+    Raises:
+        InvalidArgumentError: another device, or no native extension.
+        What fn raised first, by rank.
+    """
+    if torch.device(device).type != "cpu" or cpu is None:
+        raise InvalidArgumentError(
+            f"virtual_ranks: device must be cpu, with the native extension built; got {device}"
+        )
+    memory = _ThreadMemory(size)
+    outcomes: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            mapper = memory.mapper(rank)
+            with Group._virtual(rank, size, mapper, timedelta(seconds=timeout)) as group:
+                outcomes[rank] = fn(group)
+        except BaseException as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if errors:  # not the ones that only say that another rank left
+        raise next((e for e in errors if not isinstance(e, PeerLostError)), errors[0])
+    return outcomes
+
+
+class _ThreadMemory:
+    """Segments that threads share: the first to ask for the k-th one makes it."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._lock, self._segments = size, threading.Lock(), list[Any]()
+
+    def mapper(self, rank: int) -> Callable[[int], Any]:
+        asked = 0
+
+        def map_slabs(slab_bytes: int) -> Any:
+            nonlocal asked
+            assert cpu is not None
+            with self._lock:
+                if asked == len(self._segments):
+                    self._segments.append(cpu.Segment.local(self._size, slab_bytes))
+                asked += 1
+                return self._segments[asked - 1]
+
+        return map_slabs

@@ -1,0 +1,248 @@
+"""Ranks anywhere, over plain torch.distributed: the transport of several hosts, and the reference.
+
+Every number here is ordinary PyTorch. Each rank scales what it has by its share of the weights, in
+float32 or wider, torch.distributed adds, and the sum is rounded once to the tensor's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CollectiveTimeoutError, PeerLostError, UsageError
+from . import REDUCTIONS, Call, Reply
+from .watch import Watch
+
+__all__ = ["ProcessGroup"]
+
+# The same function under its name of today and that of torch < 2.13.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_OPERATIONS = {"barrier": 0, "exchange": 1, "all_reduce": 2, "reduce_scatter": 3, "all_gather": 4}
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What a sum of `dtype` is kept in: float64 for float64, float32 for the others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Background:
+    def __init__(self, future: Future[Reply]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> Reply:
+        return self._future.result()
+
+
+class ProcessGroup:
+    """One rank's end of a torch.distributed group of its own, so that no other traffic mixes in.
+
+    Args:
+        process_group: the group whose ranks take part; None for a group of this rank alone.
+        device: where header tensors live (a CUDA device for nccl).
+        timeout: for each wait.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta
+    ) -> None:
+        self.name = "process-group" if process_group is not None else "single"
+        self._device, self._timeout = device, timeout
+        self._executor: ThreadPoolExecutor | None = None
+        self._last: Future[Reply] | None = None
+        self._error: Exception | None = None
+        self._rank, self._size = 0, 1
+        self._group = None
+        if process_group is not None:
+            self._rank, self._size = process_group.rank(), process_group.size()
+            self._group = dist.new_group(
+                dist.get_process_group_ranks(process_group),
+                timeout=timeout,
+                backend=dist.get_backend(process_group),
+                use_local_synchronization=True,
+            )
+            self._watch = Watch(self._group, timeout)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank was lost; no call works any more."""
+        return self._error is not None
+
+    # -- what torch.distributed does ---------------------------------------------------------
+
+    def _run(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """One torch.distributed collective, with a deadline and an error that names the rank."""
+        if self._group is None:
+            return
+        if self._error is not None:
+            raise self._error
+        try:
+            self._watch.finish(collective(*args, group=self._group, async_op=True, **kwargs))
+        except (PeerLostError, CollectiveTimeoutError) as error:
+            self._error = error
+            raise
+
+    def _gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+        rows = [torch.empty_like(row) for _ in range(self._size)]
+        if self._group is None:
+            return [row]
+        self._run(dist.all_gather, rows, row)
+        return rows
+
+    # -- the header ---------------------------------------------------------------------------
+
+    def _open(self, operation: str, call: Call) -> tuple[Reply, list[float]]:
+        """Hear every rank's call and conclude the same everywhere; the coefficient of each rank."""
+        if self._error is not None:
+            raise self._error
+        numbers = struct.unpack("<2q", struct.pack("<2d", call.weight, call.scale))
+        row = [_OPERATIONS[operation], call.fault, call.signature, call.reduction, call.layout]
+        row += numbers
+        mine = torch.tensor([_signed(value) for value in row], device=self._device)
+        rows = [[int(value) for value in row] for row in self._gather(mine)]
+        numbers = [struct.unpack("<2d", struct.pack("<2q", *row[5:])) for row in rows]
+        weights, scales = [n[0] for n in numbers], [n[1] for n in numbers]
+        total = math.fsum(weights) if all(map(math.isfinite, weights)) else math.nan
+        outcome = "done"
+        if any(row[0] != rows[0][0] for row in rows):
+            outcome = "mismatch"
+        elif any(row[1] for row in rows):
+            outcome = "fault"
+        elif not math.isfinite(total) or min(weights) < 0:
+            outcome = "bad_weight"
+        elif any(row[2:4] != rows[0][2:4] for row in rows):
+            outcome = "mismatch"
+        elif any(row[4] != rows[0][4] for row in rows):
+            outcome = "layouts"
+        if outcome != "done":
+            return Reply(outcome, 0.0), []
+        if call.reduction == REDUCTIONS["total"]:
+            return Reply(outcome, total), scales
+        share = weights if call.reduction == REDUCTIONS["mean"] else [1.0] * self._size
+        return Reply(outcome, total), [
+            scale * (part / total) if weight > 0 else 0.0
+            for part, scale, weight in zip(share, scales, weights, strict=True)
+        ]
+
+    # -- collectives ----------------------------------------------------------------------------
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
+
+    def prepare(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.detach() for tensor in tensors]
+
+    def all_reduce(self, prepared: list[torch.Tensor], call: Call) -> Reply:
+        return self._in_turn(lambda: self._all_reduce(prepared, call))
+
+    def start_all_reduce(self, prepared: list[torch.Tensor], call: Call) -> _Background:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="parallelkit")
+        self._last = self._executor.submit(self._all_reduce, prepared, call)
+        return _Background(self._last)
+
+    def _in_turn(self, collective: Callable[[], Any]) -> Any:
+        """Run it here, after everything that was started before."""
+        if self._last is not None:
+            self._last.exception()
+            self._last = None
+        return collective()
+
+    def _all_reduce(self, prepared: list[torch.Tensor], call: Call) -> Reply:
+        reply, coefficients = self._open("all_reduce", call)
+        if reply.outcome != "done":
+            return reply
+        for tensor in prepared:
+            if tensor.numel() > 0:
+                total = self._share(tensor, coefficients[self._rank])
+                self._run(dist.all_reduce, total)
+                tensor.copy_(total)
+        return reply
+
+    @staticmethod
+    def _share(tensor: torch.Tensor, coefficient: float) -> torch.Tensor:
+        """What this rank adds; a rank of weight 0 sends zeros, whatever it holds."""
+        wide = wide_dtype(tensor.dtype)
+        if coefficient == 0.0:
+            return torch.zeros_like(tensor, dtype=wide)
+        return tensor.to(wide) * torch.tensor(coefficient, dtype=wide, device=tensor.device)
+
+    def reduce_scatter(
+        self, prepared: list[torch.Tensor], shard: torch.Tensor, call: Call
+    ) -> Reply:
+        return self._in_turn(lambda: self._reduce_scatter(prepared[0], shard, call))
+
+    def _reduce_scatter(self, flat: torch.Tensor, shard: torch.Tensor, call: Call) -> Reply:
+        reply, coefficients = self._open("reduce_scatter", call)
+        each = -(-len(flat) // self._size)
+        if reply.outcome != "done" or each == 0:
+            return reply
+        padded = self._padded(self._share(flat, coefficients[self._rank]), each * self._size)
+        mine = padded[:each].clone()
+        self._run(_reduce_scatter, mine, padded)
+        shard.copy_(mine[: len(shard)])
+        return reply
+
+    def all_gather(self, prepared: list[torch.Tensor], shard: torch.Tensor, call: Call) -> Reply:
+        return self._in_turn(lambda: self._all_gather(prepared[0], shard, call))
+
+    def _all_gather(self, flat: torch.Tensor, shard: torch.Tensor, call: Call) -> Reply:
+        reply, _ = self._open("all_gather", call)
+        each = -(-len(flat) // self._size)
+        if reply.outcome != "done" or each == 0:
+            return reply
+        mine = self._padded(shard, each)
+        rows = self._gather(mine.view(torch.uint8))  # bytes: Gloo does not know every dtype
+        flat.copy_(torch.cat(rows).view(flat.dtype)[: len(flat)])
+        return reply
+
+    @staticmethod
+    def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+        """The same rows and zeros after them: torch.distributed wants equal shards."""
+        padded = tensor.new_zeros(length, *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        return padded
+
+    def exchange(self, message: bytes) -> tuple[Reply, list[bytes]]:
+        return self._in_turn(lambda: self._exchange(message))
+
+    def _exchange(self, message: bytes) -> tuple[Reply, list[bytes]]:
+        reply, _ = self._open("exchange", Call(0, 0, 1.0, 1.0, 0, False))
+        if reply.outcome != "done":
+            return reply, []
+        lengths = [int(n) for n in self._gather(torch.tensor([len(message)], device=self._device))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
+        if message:
+            padded[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        rows = self._gather(padded) if max(lengths) else [padded] * self._size
+        return reply, [
+            bytes(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)
+        ]
+
+    def barrier(self) -> Reply:
+        return self._in_turn(lambda: self._open("barrier", Call(0, 0, 1.0, 1.0, 0, False))[0])
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown()
+        if self._group is not None:
+            self._watch.close()
+            dist.destroy_process_group(self._group)
+            self._group = None
+        self._error = UsageError("this group is closed; pk.init() or pk.Group(...) makes another")
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as int64."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value

@@ -1,0 +1,196 @@
+"""Ranks of one host over memory that all of them map: the native transport (csrc/cpu).
+
+`Mapper`s make that memory: `FileMapper` for ranks that are processes, `parallelkit.testing` has one
+for ranks that are threads. A group of one rank uses the same transport without peers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..errors import CollectiveTimeoutError, ParallelKitError, PeerLostError, UsageError
+from ..ops import DTYPE_CODES, cpu
+from . import Call, Reply
+
+__all__ = ["FileMapper", "Mapper", "MappingError", "SharedMemory"]
+
+Gather = Callable[[Any], list[Any]]  # every rank's object, by rank
+Mapper = Callable[[int], Any]  # bytes of a slab -> the Segment all ranks share; collective
+
+# One staging slot; a rank has two of them for inputs, and two of 1/size of it for results.
+_SLOT_BYTES = 2 << 20
+
+
+class MappingError(ParallelKitError):
+    """Shared memory could not be made, or not be reached by every rank."""
+
+
+class FileMapper:
+    """Segments in a file without a name: rank 0 makes it, the others open it through /proc.
+
+    The file is a memfd; where PARALLELKIT_SHM_DIR names a folder, an unnamed file there.
+    """
+
+    def __init__(self, rank: int, size: int, gather: Gather) -> None:
+        self._rank, self._size, self._gather = rank, size, gather
+        self._folder = os.environ.get("PARALLELKIT_SHM_DIR", "")
+
+    def __call__(self, slab_bytes: int) -> Any:
+        """Map one slab of `slab_bytes` for each rank; MappingError on every rank if one fails."""
+        assert cpu is not None
+        segment, size = cpu.Segment, self._size
+        with ExitStack() as stack:  # descriptors are closed, mappings stay
+
+            def create() -> tuple[str, bytes]:
+                if slab_bytes * size > _available_bytes():
+                    raise MemoryError(f"{slab_bytes * size} bytes are more than there is free")
+                secret = os.urandom(32)
+                path, descriptor = segment.create(self._folder, secret, size, slab_bytes)
+                stack.callback(os.close, descriptor)
+                return path, secret
+
+            def reach() -> int:
+                descriptor = segment.open(path, secret, size, slab_bytes)
+                stack.callback(os.close, descriptor)
+                return int(descriptor)
+
+            path, secret = self._agree(create if self._rank == 0 else None)[1]
+            descriptor, _ = self._agree(reach)
+            return self._agree(lambda: segment.map(descriptor, self._rank, size, slab_bytes))[0]
+
+    def _agree(self, step: Callable[[], Any] | None) -> tuple[Any, Any]:
+        """Run `step`; its result here and rank 0's, or the first rank's trouble on every rank."""
+        result, trouble = None, ""
+        try:
+            result = step() if step else None
+        except (OSError, RuntimeError, MemoryError) as error:
+            trouble = str(error) or type(error).__name__
+        told = result if isinstance(result, tuple) else None  # a segment stays here
+        heard = self._gather((told, trouble))
+        for rank, (_, trouble) in enumerate(heard):
+            if trouble:
+                raise MappingError(f"shared memory: {trouble} [rank {rank} of {self._size}]")
+        return result, heard[0][0]
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping, as the kernel estimates it."""
+    with open("/proc/meminfo") as facts:
+        for line in facts:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+class _Background:
+    """A collective that runs on the communicator's own thread."""
+
+    def __init__(self, transport: SharedMemory, task: Any) -> None:
+        self._transport, self._task = transport, task
+
+    def done(self) -> bool:
+        return bool(self._task.done())
+
+    def wait(self) -> Reply:
+        return self._transport._reply(self._transport._native().wait(self._task))
+
+
+class SharedMemory:
+    """The native communicator of one rank."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        pids: Sequence[int],
+        mapper: Mapper,
+        timeout: timedelta,
+        ring: bool,
+    ) -> None:
+        assert cpu is not None
+        self.name = "shared-memory" if size > 1 else "single"
+        self.broken = False
+        self._rank, self._size, self._timeout, self._mapper = rank, size, timeout, mapper
+        slot = _SLOT_BYTES if size > 1 else 0
+        control = mapper(cpu.Communicator.control_bytes(size, slot))
+        self._comm: Any = cpu.Communicator(
+            control, rank, size, list(pids), slot, timeout.total_seconds(), ring
+        )
+        self._segments = 0  # made so far: their names, equal on every rank
+
+    def _native(self) -> Any:
+        if self._comm is None:
+            raise UsageError("this group is closed; pk.init() or pk.Group(...) makes another")
+        return self._comm
+
+    def _reply(self, result: Any) -> Reply:
+        outcome = result.outcome.name
+        self.broken = outcome in ("timeout", "peer_lost", "interrupted")
+        if outcome == "timeout":
+            late = f"rank {result.rank} did not arrive within {self._timeout.total_seconds():g} s"
+            if result.rank == self._rank:
+                late = f"this rank was late by more than {self._timeout.total_seconds():g} s"
+            raise CollectiveTimeoutError(f"{late} {self._whose()}", result.rank)
+        if outcome in ("peer_lost", "interrupted"):
+            what = "is gone" if outcome == "peer_lost" else "was interrupted"
+            raise PeerLostError(f"rank {result.rank} {what} {self._whose()}", result.rank)
+        return Reply(outcome, result.total)
+
+    def _whose(self) -> str:
+        return (
+            f"[rank {self._rank} of {self._size}]; the group is broken, "
+            "restart the lost rank and call pk.init() on every rank"
+        )
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        numel = math.prod(shape)
+        if numel == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        segment = self._mapper(numel * dtype.itemsize)
+        self._native().add_segment(segment, self._segments)
+        self._segments += 1
+        slab = segment.slab(self._rank)
+        return torch.frombuffer(slab, dtype=dtype, count=numel).view(tuple(shape))
+
+    def prepare(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return self._native().tensors(
+            [(t.data_ptr(), t.nbytes, DTYPE_CODES[t.dtype]) for t in tensors]
+        )
+
+    def all_reduce(self, prepared: Any, call: Call) -> Reply:
+        return self._reply(self._native().all_reduce(prepared, *call, torch.get_num_threads()))
+
+    def start_all_reduce(self, prepared: Any, call: Call) -> _Background:
+        task = self._native().start_all_reduce(prepared, *call, torch.get_num_threads())
+        return _Background(self, task)
+
+    def reduce_scatter(self, prepared: Any, shard: torch.Tensor, call: Call) -> Reply:
+        return self._sharded(self._native().reduce_scatter, prepared, shard, call)
+
+    def all_gather(self, prepared: Any, shard: torch.Tensor, call: Call) -> Reply:
+        return self._sharded(self._native().all_gather, prepared, shard, call)
+
+    def _sharded(self, collective: Any, prepared: Any, shard: torch.Tensor, call: Call) -> Reply:
+        element_bytes = shard.element_size() * math.prod(shard.shape[1:])
+        return self._reply(
+            collective(prepared, shard.data_ptr(), element_bytes, *call, torch.get_num_threads())
+        )
+
+    def exchange(self, message: bytes) -> tuple[Reply, list[bytes]]:
+        result, messages = self._native().exchange(message)
+        return self._reply(result), messages
+
+    def barrier(self) -> Reply:
+        return self._reply(self._native().barrier())
+
+    def close(self) -> None:
+        if self._comm is not None:
+            self._comm.leave()
+            self._comm = None
