@@ -1,4 +1,4 @@
-"""Errors that every rank raises alike: what a refused collective says, once all ranks have told why."""
+"""Errors that every rank raises alike, once all ranks have told each other what is wrong."""
 
 from __future__ import annotations
 

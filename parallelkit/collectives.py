@@ -1,4 +1,4 @@
-"""The weighted collectives: an exact mean over all ranks' items, whatever each rank holds of them."""
+"""The weighted collectives: an exact mean over the items of all ranks, however they are spread."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Work:
         return self._pending.done()
 
     def wait(self) -> torch.Tensor:
-        """Wait for the end; the total weight (0-dim float64). Raises as the synchronous call does."""
+        """Wait for the end; the total weight, 0-dim float64. Raises as the direct call does."""
         if self._error is not None:
             raise self._error
         if self._total is None:
@@ -63,7 +63,7 @@ class Work:
             try:
                 future.set_result(self.wait())
             except Exception as error:
-                future.set_exception(error)
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
         threading.Thread(target=complete, daemon=True).start()
         return future
@@ -103,7 +103,7 @@ class PreparedAllReduce:
         self._fault, self._native = fault, self._transport.prepare(())
 
     def _prepare(self, dense: bool) -> None:
-        """Find each tensor's flat view; without `dense`, row-major copies of those of other order."""
+        """Find each tensor's flat view; without `dense`, row-major copies of other orders."""
         views, layouts, shapes = [], [], []
         self._copies = []
         device = self._group.device
@@ -133,8 +133,8 @@ class PreparedAllReduce:
         except ParallelKitError as fault:
             number = 1.0
             self._refuse_with(fault)
-        fault = self._fault is not None
-        return Call(self._signature, self._layout, number, scale, self._reduction, fault)
+        refused = self._fault is not None
+        return Call(self._signature, self._layout, number, scale, self._reduction, refused)
 
     def run(self, weight: Weight = 1.0, scale: float = 1.0) -> torch.Tensor:
         """One all-reduce now, of `scale` times the tensors; the total weight."""
@@ -200,14 +200,14 @@ def weighted_all_reduce_(
 
     Raises:
         InvalidArgumentError: (a ValueError) a bad weight or reduction, or elements that overlap.
-        InvalidTypeError: (a TypeError) integers, or no tensors. These two and the next are raised on
-            every rank, with no tensor changed and the group still usable.
+        InvalidTypeError: (a TypeError) integers, or no tensors. These two and the next are raised
+            on every rank, with no tensor changed and the group still usable.
         CollectiveMismatchError: ranks disagree on count, shapes, dtypes or reduction.
         PeerLostError, CollectiveTimeoutError: a rank died or is late; they break the group.
 
     Accuracy: with S = sum w_i |x_i| / sum w_i, float32 |out - exact| <= 2^-24 (|exact| + (R+1) S),
     float64 the same with 2^-53; bfloat16 and float16 are the float32 sum rounded once, to nearest
-    even. Weights are normalised in float64 first; the chain of fused multiply-adds is in rank order.
+    even. Weights are normalised in float64 first; fused multiply-adds follow in rank order.
     """
     prepared = PreparedAllReduce(tensors, default_group(group), reduction)
     return prepared.start(weight) if async_op else prepared.run(weight)
@@ -270,7 +270,7 @@ def all_gather_flat(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The whole 1-D tensor of which every rank holds its shard; inverse of `weighted_reduce_scatter`.
+    """The whole 1-D tensor of which each rank holds a shard; undoes `weighted_reduce_scatter`.
 
     Args:
         shard: this rank's part, `shard_bounds(numel, size, rank)` long.

@@ -49,7 +49,7 @@ class PeerLostError(ParallelKitError, RuntimeError):
 
 
 class CollectiveTimeoutError(ParallelKitError, TimeoutError, RuntimeError):
-    """A rank did not come within the group's timeout. The group is broken; `.rank` is the late one."""
+    """A rank did not come within the group's timeout, and broke the group; `.rank` is that rank."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)

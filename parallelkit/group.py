@@ -35,8 +35,8 @@ class Group:
     Making a group is collective over its ranks. It is usable as a context manager, which closes it.
 
     Args:
-        process_group: any torch.distributed process group; default: all ranks, or this process alone
-            where torch.distributed does not run.
+        process_group: any torch.distributed process group; default: all ranks, or this process
+            alone where torch.distributed does not run.
         device: of the tensors; default: the CPU, or the current GPU for an nccl group.
         timeout: how long a collective waits for a late rank. Default: 5 minutes.
         algorithm: "auto", "ring", "direct" (each rank reads its shard from all) or "reference"
@@ -113,7 +113,7 @@ class Group:
         algorithms = [fact[0] for fact in facts]
         if algorithm not in ALGORITHMS or len(set(algorithms)) > 1:
             raise InvalidArgumentError(
-                f"Group: algorithm (or PARALLELKIT_ALGORITHM) must be one of {', '.join(ALGORITHMS)} "
+                f"Group: algorithm (or PARALLELKIT_ALGORITHM) must be {' or '.join(ALGORITHMS)} "
                 f"and the same on every rank, got {', '.join(algorithms)} on ranks 0 to "
                 f"{self.size - 1} [rank {self.rank} of {self.size}]"
             )
@@ -191,7 +191,7 @@ class Group:
             raise refuse(transport, self.rank, reply.outcome, ["Group.barrier"])
 
     def close(self) -> None:
-        """Leave the group; a second call does nothing. Peers that still wait for this rank raise."""
+        """Leave the group; a second call does nothing. Peers that wait for this rank raise."""
         if self._unusable is None:
             self._unusable = "this group is closed; pk.init() or pk.Group(...) makes another"
             self._transport.close()
@@ -229,11 +229,12 @@ def init(device: torch.device | str | None = None, timeout: timedelta = _DEFAULT
     """The group of all ranks; a second call gives the same one.
 
     Reads torchrun's variables (RANK, WORLD_SIZE, ...). Starts torch.distributed if nobody has (gloo
-    for the CPU, nccl for CUDA) and uses it if it runs; with none of the variables set, the group has
-    size 1. When the group is broken or closed, a new one is made.
+    for the CPU, nccl for CUDA) and uses it if it runs; with none of the variables set, the group
+    has size 1. When the group is broken or closed, a new one is made.
 
     Args:
-        device: default: the CPU, or this rank's GPU where torch.distributed has none and CUDA works.
+        device: default: the CPU, or this rank's GPU where CUDA works and torch.distributed does not
+            say otherwise.
         timeout: how long a collective waits for a late rank.
     """
     global _default

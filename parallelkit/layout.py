@@ -10,6 +10,7 @@ from .ops import DTYPE_CODES
 __all__ = ["COPY", "copy_back", "flat_view"]
 
 COPY = -1  # the layout of what is no view
+_HASHES = (1 << 62) - 1
 
 _EXACT_CHECK_ELEMENTS = 1 << 24
 
@@ -46,12 +47,12 @@ def flat_view(name: str, tensor: torch.Tensor, device: torch.device) -> tuple[to
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         return _real(tensor.resolve_conj().resolve_neg().contiguous()), COPY
-    order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), -tensor.size(d)))
+    strides, sizes = tensor.stride(), tensor.shape
+    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], -sizes[d]))
     dense = tensor.permute(order)
     if dense.is_contiguous():
-        return _real(dense), 0 if tensor.is_contiguous() else hash(
-            tuple(order)
-        ) & 0x7FFFFFFFFFFFFFFF
+        in_order = tensor.is_contiguous()
+        return _real(dense), 0 if in_order else 1 + hash(tuple(order)) % _HASHES
     if _overlaps(dense):
         raise InvalidArgumentError(
             f"{name} has elements that share memory (shape {list(tensor.shape)}, "
@@ -84,6 +85,6 @@ def _overlaps(tensor: torch.Tensor) -> bool:
             offsets = torch.zeros(1, dtype=torch.int64)
             for n, step in zip(tensor.shape, tensor.stride(), strict=True):
                 offsets = (offsets.unsqueeze(-1) + torch.arange(n) * step).reshape(-1)
-            return offsets.unique().numel() < offsets.numel()
+            return bool(offsets.unique().numel() < offsets.numel())
         reach += (size - 1) * stride
     return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import tempfile
 import threading
 import time
@@ -26,7 +25,7 @@ __all__ = ["RanksFailedError", "run_ranks", "virtual_ranks"]
 
 
 class RanksFailedError(ParallelKitError, RuntimeError):
-    """Some ranks raised or died. `.outcomes[r]` is rank r's result, or the exception it ended with."""
+    """Some ranks raised or died; `.outcomes[r]` is rank r's result, or what it raised."""
 
     def __init__(self, message: str, outcomes: list[Any]) -> None:
         super().__init__(message)

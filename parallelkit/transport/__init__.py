@@ -55,7 +55,11 @@ class Transport(Protocol):
     """One rank's end. A lost or late peer raises and breaks the group for good."""
 
     name: str
-    broken: bool
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank was lost; no call works any more."""
+        ...
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in memory that peers reach; collective."""

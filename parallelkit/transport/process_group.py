@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ __all__ = ["ProcessGroup"]
 
 # The same function under its name of today and that of torch < 2.13.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Result = TypeVar("Result")
 
 _OPERATIONS = {"barrier": 0, "exchange": 1, "all_reduce": 2, "reduce_scatter": 3, "all_gather": 4}
 
@@ -105,9 +107,9 @@ class ProcessGroup:
         """Hear every rank's call and conclude the same everywhere; the coefficient of each rank."""
         if self._error is not None:
             raise self._error
-        numbers = struct.unpack("<2q", struct.pack("<2d", call.weight, call.scale))
+        bits = struct.unpack("<2q", struct.pack("<2d", call.weight, call.scale))
         row = [_OPERATIONS[operation], call.fault, call.signature, call.reduction, call.layout]
-        row += numbers
+        row += bits
         mine = torch.tensor([_signed(value) for value in row], device=self._device)
         rows = [[int(value) for value in row] for row in self._gather(mine)]
         numbers = [struct.unpack("<2d", struct.pack("<2q", *row[5:])) for row in rows]
@@ -151,7 +153,7 @@ class ProcessGroup:
         self._last = self._executor.submit(self._all_reduce, prepared, call)
         return _Background(self._last)
 
-    def _in_turn(self, collective: Callable[[], Any]) -> Any:
+    def _in_turn(self, collective: Callable[[], Result]) -> Result:
         """Run it here, after everything that was started before."""
         if self._last is not None:
             self._last.exception()

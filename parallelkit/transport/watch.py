@@ -1,8 +1,8 @@
 """Which rank is to blame when a torch.distributed collective does not end.
 
-Gloo reports a socket, not a rank, and a rank that merely waits for a broken neighbour reports nothing
-until its timeout. So a waiting rank looks at the processes of its own host, and once it gives up it
-says so in the store of the job: who does not answer there within half a second is the one.
+Gloo reports a socket, not a rank, and a rank that merely waits for a broken neighbour reports
+nothing until its timeout. So a waiting rank looks at the processes of its own host, and once
+it gives up it says so in the store of the job: who does not answer there is the one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Watch:
             }
         # torch has no public way to the store it was started with.
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"parallelkit/{group.group_name}/", store)
+        self._store = dist.distributed_c10d.PrefixStore(f"parallelkit/{group.group_name}/", store)
 
     def close(self) -> None:
         """Let go of the processes watched."""
