@@ -95,7 +95,7 @@ class Group:
         group._process_group = None
         group.rank, group.size, group.device = rank, size, torch.device("cpu")
         group.timeout = timeout
-        group._set_transport(SharedMemory(rank, size, [0] * size, mapper, timeout, ring=False))
+        group._set_transport(SharedMemory(rank, size, [0] * size, len(_cores()), mapper, timeout, ring=False))
         return group
 
     def _set_transport(self, transport: Transport) -> None:
@@ -109,7 +109,7 @@ class Group:
             algorithm = os.environ.get("PARALLELKIT_ALGORITHM", "auto")
         here = (boot_id(), pid_namespace(), os.geteuid() if hasattr(os, "geteuid") else 0)
         native = cpu is not None and self.device.type == "cpu"
-        facts = self._gather_objects((algorithm, here if native else None, os.getpid()))
+        facts = self._gather_objects((algorithm, here if native else None, os.getpid(), _cores()))
         algorithms = [fact[0] for fact in facts]
         if algorithm not in ALGORITHMS or len(set(algorithms)) > 1:
             raise InvalidArgumentError(
@@ -125,6 +125,7 @@ class Group:
                     self.rank,
                     self.size,
                     [fact[2] for fact in facts],
+                    len(set().union(*(fact[3] for fact in facts))),
                     mapper,
                     self.timeout,
                     ring=algorithm == "ring",
@@ -260,6 +261,13 @@ def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) 
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _cores() -> set[int]:
+    """The processor cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def _sizes(shape: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:

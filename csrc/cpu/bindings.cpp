@@ -28,8 +28,8 @@ std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>
 class Rank {
  public:
   Rank(std::shared_ptr<Segment> control, int rank, int size, const std::vector<int>& pids,
-       std::uint64_t slot_bytes, double timeout_seconds, bool ring)
-      : comm(std::move(control), rank, size, pids, slot_bytes, timeout_seconds,
+       int cores, std::uint64_t slot_bytes, double timeout_seconds, bool ring)
+      : comm(std::move(control), rank, size, pids, cores, slot_bytes, timeout_seconds,
              ring ? Order::ring : Order::direct) {}
 
   template <class Work>
@@ -132,10 +132,10 @@ PYBIND11_MODULE(_cpu, module) {
   py::class_<Task, std::shared_ptr<Task>>(module, "Task").def("done", &Task::done);
 
   py::class_<Rank>(module, "Communicator")
-      .def(py::init<std::shared_ptr<Segment>, int, int, const std::vector<int>&, std::uint64_t,
-                    double, bool>(),
+      .def(py::init<std::shared_ptr<Segment>, int, int, const std::vector<int>&, int,
+                    std::uint64_t, double, bool>(),
            py::arg("control"), py::arg("rank"), py::arg("size"), py::arg("pids"),
-           py::arg("slot_bytes"), py::arg("timeout_seconds"), py::arg("ring"))
+           py::arg("cores"),            py::arg("slot_bytes"), py::arg("timeout_seconds"), py::arg("ring"))
       .def_static("control_bytes", &Communicator::control_bytes)
       .def("add_segment", [](Rank& self, const std::shared_ptr<Segment>& segment,
                              std::uint64_t name) { self.comm.add_segment(segment, name); })

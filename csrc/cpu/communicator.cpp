@@ -144,9 +144,9 @@ class Communicator::Reduction {
 };
 
 Communicator::Communicator(std::shared_ptr<Segment> control, int rank, int size,
-                           const std::vector<int>& pids, std::uint64_t slot_bytes,
-                           double timeout_seconds, Order order)
-    : peers_(std::move(control), rank, size, pids, timeout_seconds),
+                           const std::vector<int>& pids, int cores,
+                           std::uint64_t slot_bytes, double timeout_seconds, Order order)
+    : peers_(std::move(control), rank, size, pids, cores, timeout_seconds),
       staging_{slot_bytes, size},
       order_(order),
       kernels_(kernels()) {}

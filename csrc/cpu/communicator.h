@@ -44,7 +44,7 @@ class Communicator {
   using Interrupted = std::function<bool()>;
 
   Communicator(std::shared_ptr<Segment> control, int rank, int size, const std::vector<int>& pids,
-               std::uint64_t slot_bytes, double timeout_seconds, Order order);
+               int cores, std::uint64_t slot_bytes, double timeout_seconds, Order order);
 
   static std::uint64_t control_bytes(int size, std::uint64_t slot_bytes);
   static std::uint64_t slot_bytes(int size, std::uint64_t wanted);

@@ -2,7 +2,6 @@
 
 #include <linux/futex.h>
 #include <poll.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -32,22 +31,16 @@ void futex(shared_atomic<std::uint32_t>& word, int operation, std::uint32_t valu
   ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, wait, nullptr, 0);
 }
 
-int usable_cores() {
-  cpu_set_t set;
-  if (::sched_getaffinity(0, sizeof set, &set) != 0) return 1;
-  return CPU_COUNT(&set);
-}
-
 }  // namespace
 
 Peers::Peers(std::shared_ptr<Segment> control, int rank, int size, const std::vector<int>& pids,
-             double timeout_seconds)
+             int cores, double timeout_seconds)
     : control_(std::move(control)),
       rank_(rank),
       size_(size),
       timeout_(std::chrono::duration_cast<Clock::duration>(
           std::chrono::duration<double>(timeout_seconds))),
-      spins_(size <= usable_cores() ? kSpins : 0) {
+      spins_(size <= cores ? kSpins : 0) {
   for (int r = 0; r < size; ++r) {
     const bool watched = r != rank && r < int(pids.size()) && pids[r] > 0;
     pidfds_.push_back(watched ? int(::syscall(SYS_pidfd_open, pids[r], 0)) : -1);

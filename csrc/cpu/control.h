@@ -43,8 +43,10 @@ struct Staging {
 class Peers {
  public:
   // `pids[r]` is the process of rank r; 0 for a rank in this process, which cannot die alone.
+  // `cores` is how many the ranks have to themselves all together: with fewer than ranks, waiting
+  // gives the core away at once.
   Peers(std::shared_ptr<Segment> control, int rank, int size, const std::vector<int>& pids,
-        double timeout_seconds);
+        int cores, double timeout_seconds);
   ~Peers();
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;

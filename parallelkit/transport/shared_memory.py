@@ -110,6 +110,7 @@ class SharedMemory:
         rank: int,
         size: int,
         pids: Sequence[int],
+        cores: int,
         mapper: Mapper,
         timeout: timedelta,
         ring: bool,
@@ -121,7 +122,7 @@ class SharedMemory:
         slot = _SLOT_BYTES if size > 1 else 0
         control = mapper(cpu.Communicator.control_bytes(size, slot))
         self._comm: Any = cpu.Communicator(
-            control, rank, size, list(pids), slot, timeout.total_seconds(), ring
+            control, rank, size, list(pids), cores, slot, timeout.total_seconds(), ring
         )
         self._segments = 0  # made so far: their names, equal on every rank
 
