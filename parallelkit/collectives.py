@@ -144,6 +144,11 @@ class PreparedAllReduce:
         call = self._call(weight, scale)
         return self._finish(transport.all_reduce(self._native, call), call)
 
+    def native(self, weight: float, scale: float = 1.0) -> Reply:
+        """As `run`, for tensors without copies, without the checks around it: for measuring."""
+        call = Call(self._signature, self._layout, weight, scale, self._reduction, False)
+        return self._transport.all_reduce(self._native, call)
+
     def start(self, weight: Weight = 1.0, scale: float = 1.0) -> Work:
         """One all-reduce in the background, after those started before."""
         transport = self._group._usable()
@@ -183,7 +188,9 @@ def weighted_all_reduce_(
     """Average tensors in place over all ranks, each rank counted by its weight.
 
         R ranks, w_i and x_i weight and tensor of rank i
-        "mean": x_i <- sum_i w_i x_i / sum_i w_i      "sum": x_i <- sum_i x_i / sum_i w_i
+        "mean"   x_i <- sum_i w_i x_i / sum_i w_i
+        "sum"    x_i <- sum_i x_i / sum_i w_i
+        "total"  x_i <- sum_i x_i
 
     Args:
         tensors: one tensor or a sequence; the same count, shapes and dtypes on every rank. float32,
@@ -192,7 +199,8 @@ def weighted_all_reduce_(
             float or 0-dim tensor, finite, at least 0. A rank of weight 0 takes part, and its values
             are never read. If all weights are 0, the tensors become 0. Default: 1.
         group: default: the group of all ranks (`pk.init()`).
-        reduction: "mean" where tensors are means over the rank's items, "sum" where they are sums.
+        reduction: "mean" where tensors are means over the rank's items, "sum" where they are sums;
+            "total" for a plain sum, to which weights do not matter. Default: "mean".
         async_op: return at once with a `Work`; the tensors must not be touched before its `wait`.
 
     Returns:
@@ -371,8 +379,8 @@ def _number(name: str, weight: Weight) -> float:
 
 
 def _reduction(name: str, reduction: str) -> int:
-    if reduction not in ("mean", "sum"):
-        raise InvalidArgumentError(f'{name}: reduction must be "mean" or "sum", got {reduction!r}')
+    if reduction not in REDUCTIONS:
+        raise InvalidArgumentError(f'{name}: reduction must be "mean", "sum" or "total", got {reduction!r}')
     return REDUCTIONS[reduction]
 
 

@@ -191,6 +191,11 @@ class SharedMemory:
     def barrier(self) -> Reply:
         return self._reply(self._native().barrier())
 
+    def traffic(self) -> tuple[int, int]:
+        """Bytes this rank has moved: those its arithmetic read and wrote, those staged beside it."""
+        read, written, staged = self._native().traffic
+        return read + written, staged
+
     def close(self) -> None:
         if self._comm is not None:
             self._comm.leave()

@@ -1,0 +1,1 @@
+"""Benchmarks that check their results, interleave what they compare and end with one JSON line."""
