@@ -12,7 +12,7 @@ import torch
 from .agreement import refuse
 from .errors import InvalidArgumentError, InvalidTypeError, ParallelKitError
 from .group import Group, default_group
-from .layout import COPY, copy_back, flat_view
+from .layout import COPY, copy_back, flat_view, is_flat
 from .ops import DTYPE_CODES
 from .transport import REDUCTIONS, Call, Pending, Reply
 
@@ -34,8 +34,8 @@ _REDUCTION_NAMES = {number: f"reduction {name}" for name, number in REDUCTIONS.i
 class Work:
     """A collective under way. Its tensors must not be touched before `wait` returns."""
 
-    def __init__(self, prepared: PreparedAllReduce, pending: Pending, call: Call) -> None:
-        self._prepared, self._pending, self._call = prepared, pending, call
+    def __init__(self, pending: Pending, finish: Callable[[Reply], torch.Tensor]) -> None:
+        self._pending, self._finish = pending, finish
         self._total: torch.Tensor | None = None
         self._error: BaseException | None = None
 
@@ -49,7 +49,7 @@ class Work:
             raise self._error
         if self._total is None:
             try:
-                self._total = self._prepared._finish(self._pending.wait(), self._call)
+                self._total = self._finish(self._pending.wait())
             except BaseException as error:
                 self._error = error
                 raise
@@ -87,62 +87,64 @@ class PreparedAllReduce:
         self._group = group
         self._transport = group._usable()
         self._tensors: Sequence[torch.Tensor] = ()
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._layout = self._signature = 0
-        self._reduction = 0
+        self._copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+        self._layout = self._signature = self._reduction = 0
         self._fault: ParallelKitError | None = None
         try:
             self._reduction = _reduction(self.name, reduction)
             self._tensors = _listed(self.name, tensors)
             self._prepare(dense=True)
-        except ParallelKitError as fault:
-            self._refuse_with(fault)
-
-    def _refuse_with(self, fault: ParallelKitError) -> None:
-        """Take part in the next call only to say what is wrong here."""
-        self._fault, self._native = fault, self._transport.prepare(())
+        except ParallelKitError as fault:  # take part, but only to say what is wrong here
+            self._fault, self._native = fault, self._transport.prepare(())
 
     def _prepare(self, dense: bool) -> None:
         """Find each tensor's flat view; without `dense`, row-major copies of other orders."""
-        views, layouts, shapes = [], [], []
-        self._copies = []
         device = self._group.device
+        views, layouts, shapes, copies = [], [], [], []
         for index, tensor in enumerate(self._tensors):
-            view, layout = flat_view(f"{self.name}: tensors[{index}]", tensor, device)
-            if layout > 0 and not dense:
-                view, layout = flat_view("", tensor.contiguous(), device)[0], COPY
-            if layout == COPY:
-                self._copies.append((tensor, view))
-                layout = 0
+            if is_flat(tensor, device):
+                view, layout = tensor, 0
+            else:
+                view, layout = flat_view(f"{self.name}: tensors[{index}]", tensor, device)
+                if layout > 0 and not dense:
+                    view, layout = flat_view("", tensor.contiguous(), device)[0], COPY
+                if layout == COPY:
+                    copies.append((tensor, view))
+                    layout = 0
             views.append(view)
             layouts.append(layout)
-            shapes.append((DTYPE_CODES[view.dtype], tensor.is_complex(), *tensor.shape))
-        if len(views) > 1 and len({v.data_ptr() for v in views if v.numel()}) < sum(
-            v.numel() > 0 for v in views
-        ):
-            raise InvalidArgumentError(
-                f"{self.name}: a tensor stands in the list twice; pass each memory once"
-            )
+            shapes.append((DTYPE_CODES[view.dtype], *tensor.shape, tensor.is_complex()))
+        if len(views) > 1:
+            filled = [view.data_ptr() for view in views if view.numel()]
+            if len(set(filled)) < len(filled):
+                raise InvalidArgumentError(
+                    f"{self.name}: a tensor stands in the list twice; pass each memory once"
+                )
+        self._copies = copies
         self._signature = hash(tuple(shapes)) & _INT64
         self._layout = hash(tuple(layouts)) & _INT64 if any(layouts) else 0
         self._native = self._transport.prepare(views)
 
-    def _call(self, weight: Weight, scale: float) -> Call:
+    def _call(
+        self, weight: Weight, scale: float, layout: int
+    ) -> tuple[Call, ParallelKitError | None]:
+        """What this rank says, and what is wrong with its arguments."""
+        fault, number = self._fault, 1.0
         try:
             number = _number(self.name, weight)
-        except ParallelKitError as fault:
-            number = 1.0
-            self._refuse_with(fault)
-        refused = self._fault is not None
-        return Call(self._signature, self._layout, number, scale, self._reduction, refused)
+        except ParallelKitError as error:
+            fault = fault or error
+        return Call(
+            self._signature, layout, number, scale, self._reduction, fault is not None
+        ), fault
 
     def run(self, weight: Weight = 1.0, scale: float = 1.0) -> torch.Tensor:
         """One all-reduce now, of `scale` times the tensors; the total weight."""
         transport = self._group._usable()
         if self._copies:
             self._prepare(dense=True)
-        call = self._call(weight, scale)
-        return self._finish(transport.all_reduce(self._native, call), call)
+        call, fault = self._call(weight, scale, self._layout)
+        return self._finish(transport.all_reduce(self._native, call), call, fault)
 
     def native(self, weight: float, scale: float = 1.0) -> Reply:
         """As `run`, for tensors without copies, without the checks around it: for measuring."""
@@ -154,22 +156,19 @@ class PreparedAllReduce:
         transport = self._group._usable()
         if self._copies:
             self._prepare(dense=True)
-        call = self._call(weight, scale)
-        return Work(self, transport.start_all_reduce(self._native, call), call)
+        call, fault = self._call(weight, scale, self._layout)
+        pending = transport.start_all_reduce(self._native, call)
+        return Work(pending, lambda reply: self._finish(reply, call, fault))
 
-    def _finish(self, reply: Reply, call: Call) -> torch.Tensor:
+    def _finish(self, reply: Reply, call: Call, fault: ParallelKitError | None) -> torch.Tensor:
         if reply.outcome == "layouts":  # equal shapes in another order: go through copies
             self._prepare(dense=False)
-            again = self._transport.all_reduce(self._native, call._replace(layout=0))
-            return self._finish(again, call)
+            call = call._replace(layout=0)
+            reply = self._transport.all_reduce(self._native, call)
         if reply.outcome != "done":
+            called = [self.name, _REDUCTION_NAMES[call.reduction], *map(_described, self._tensors)]
             raise refuse(
-                self._transport,
-                self._group.rank,
-                reply.outcome,
-                [self.name, _REDUCTION_NAMES[call.reduction], *map(_described, self._tensors)],
-                call.weight,
-                self._fault,
+                self._transport, self._group.rank, reply.outcome, called, call.weight, fault
             )
         for tensor, copy in self._copies:
             copy_back(tensor, copy)

@@ -7,12 +7,23 @@ import torch
 from .errors import InvalidArgumentError, InvalidTypeError
 from .ops import DTYPE_CODES
 
-__all__ = ["COPY", "copy_back", "flat_view"]
+__all__ = ["COPY", "copy_back", "flat_view", "is_flat"]
 
 COPY = -1  # the layout of what is no view
 _HASHES = (1 << 62) - 1
 
 _EXACT_CHECK_ELEMENTS = 1 << 24
+
+
+def is_flat(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is its own flat view: the common case, decided fast."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype in DTYPE_CODES
+        and tensor.is_contiguous()
+        and tensor.device == device
+        and not tensor.is_neg()
+    )
 
 
 def flat_view(name: str, tensor: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
@@ -42,7 +53,7 @@ def flat_view(name: str, tensor: torch.Tensor, device: torch.device) -> tuple[to
         raise InvalidArgumentError(
             f"{name} must be a strided tensor on {device}, got {tensor.layout} on {tensor.device}"
         )
-    if tensor.dtype in DTYPE_CODES and tensor.is_contiguous() and not tensor.is_neg():
+    if is_flat(tensor, device):
         return tensor, 0
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():

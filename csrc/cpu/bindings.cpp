@@ -24,6 +24,8 @@ struct Slab {
 
 std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
+using Reply = std::tuple<int, int, double>;  // what Python gets of a Result
+
 // A communicator and the thread that runs what was submitted to it.
 class Rank {
  public:
@@ -33,7 +35,7 @@ class Rank {
              ring ? Order::ring : Order::direct) {}
 
   template <class Work>
-  Result now(Work work) {
+  Reply now(Work work) {
     Result result;
     {
       const py::gil_scoped_release no_gil;
@@ -48,7 +50,7 @@ class Rank {
     return worker.submit([this, work] { return work(comm, Communicator::Interrupted()); });
   }
 
-  Result wait(Task& task) {
+  Reply wait(Task& task) {
     Result result;
     {
       const py::gil_scoped_release no_gil;
@@ -65,9 +67,9 @@ class Rank {
     return task.wait(interrupted,
                      [this] { comm.break_group(Outcome::interrupted, comm.rank()); });
   }
-  static Result checked(const Result& result) {
+  static Reply checked(const Result& result) {
     if (PyErr_Occurred()) throw py::error_already_set();
-    return result;
+    return {int(result.outcome), result.rank, result.total};
   }
 };
 
@@ -89,20 +91,13 @@ Header header_of(std::uint64_t signature, std::uint64_t layout, double weight, d
 PYBIND11_MODULE(_cpu, module) {
   using namespace pk;
 
-  py::enum_<Outcome>(module, "Outcome")
-      .value("done", Outcome::done)
-      .value("mismatch", Outcome::mismatch)
-      .value("bad_weight", Outcome::bad_weight)
-      .value("fault", Outcome::fault)
-      .value("layouts", Outcome::layouts)
-      .value("peer_lost", Outcome::peer_lost)
-      .value("timeout", Outcome::timeout)
-      .value("interrupted", Outcome::interrupted);
-
-  py::class_<Result>(module, "Result")
-      .def_readonly("outcome", &Result::outcome)
-      .def_readonly("rank", &Result::rank)
-      .def_readonly("total", &Result::total);
+  // The outcome in a reply is an index into these.
+  py::list outcomes;
+  for (const char* name : {"done", "mismatch", "bad_weight", "fault", "layouts", "peer_lost",
+                           "timeout", "interrupted"}) {
+    outcomes.append(py::str(name));  // in the order of enum Outcome
+  }
+  module.attr("outcomes") = py::tuple(outcomes);
 
   py::class_<Segment, std::shared_ptr<Segment>>(module, "Segment")
       .def_static("create",
@@ -196,13 +191,13 @@ PYBIND11_MODULE(_cpu, module) {
       .def("exchange",
            [](Rank& self, const std::string& message) {
              std::vector<std::string> messages;
-             const Result result =
+             const Reply reply =
                  self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
                    return comm.exchange(message, messages, stop);
                  });
              py::list all;
              for (const std::string& each : messages) all.append(py::bytes(each));
-             return py::make_tuple(result, all);
+             return py::make_tuple(reply, all);
            })
       .def("leave", [](Rank& self) { self.comm.leave(); })
       .def_property_readonly("traffic", [](const Rank& self) {

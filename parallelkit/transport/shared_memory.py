@@ -131,18 +131,22 @@ class SharedMemory:
             raise UsageError("this group is closed; pk.init() or pk.Group(...) makes another")
         return self._comm
 
-    def _reply(self, result: Any) -> Reply:
-        outcome = result.outcome.name
+    def _reply(self, result: tuple[int, int, float]) -> Reply:
+        number, rank, total = result
+        if number == 0:
+            return Reply("done", total)
+        assert cpu is not None
+        outcome = cpu.outcomes[number]
         self.broken = outcome in ("timeout", "peer_lost", "interrupted")
         if outcome == "timeout":
-            late = f"rank {result.rank} did not arrive within {self._timeout.total_seconds():g} s"
-            if result.rank == self._rank:
+            late = f"rank {rank} did not arrive within {self._timeout.total_seconds():g} s"
+            if rank == self._rank:
                 late = f"this rank was late by more than {self._timeout.total_seconds():g} s"
-            raise CollectiveTimeoutError(f"{late} {self._whose()}", result.rank)
+            raise CollectiveTimeoutError(f"{late} {self._whose()}", rank)
         if outcome in ("peer_lost", "interrupted"):
             what = "is gone" if outcome == "peer_lost" else "was interrupted"
-            raise PeerLostError(f"rank {result.rank} {what} {self._whose()}", result.rank)
-        return Reply(outcome, result.total)
+            raise PeerLostError(f"rank {rank} {what} {self._whose()}", rank)
+        return Reply(outcome, total)
 
     def _whose(self) -> str:
         return (

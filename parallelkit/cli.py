@@ -1,0 +1,48 @@
+"""The command `parallelkit`. A subcommand's module is imported only when it is called.
+
+Exit status: 0 good, 1 failed, 2 wrong use, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from .errors import InvalidArgumentError, ParallelKitError
+
+# Each module has add_arguments(parser) and run(arguments) -> exit status.
+SUBCOMMANDS = {
+    # name: (module, help)
+    "bench": ("parallelkit.bench.command", "time what this package does against its rivals"),
+    "doctor": ("parallelkit.doctor", "what was built, and what ranks on this machine can do"),
+    "train": ("parallelkit.train.command", "train a small GPT on several ranks and check it"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line argv, by default this process's own, and return its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    chosen = next((word for word in argv if word in SUBCOMMANDS), None)
+    parser = argparse.ArgumentParser("parallelkit", description=__doc__.partition("\n\n")[2])
+    choices = parser.add_subparsers(dest="subcommand", metavar="command", required=True)
+    for name, (_, text) in SUBCOMMANDS.items():
+        choices.add_parser(name, help=text, description=text)
+    if chosen is not None:
+        module = importlib.import_module(SUBCOMMANDS[chosen][0])
+        module.add_arguments(choices.choices[chosen])
+    arguments = parser.parse_args(argv)
+    return exit_status(arguments.subcommand, lambda: module.run(arguments))
+
+
+def exit_status(subcommand: str, call: Callable[[], int]) -> int:
+    """What call returns, or the status its error stands for, the error in a sentence on stderr."""
+    try:
+        return call()
+    except ParallelKitError as error:
+        sys.stderr.write(f"parallelkit {subcommand}: {error}\n")
+        return 2 if isinstance(error, InvalidArgumentError) else 1
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\nparallelkit {subcommand}: stopped by Ctrl-C\n")
+        return 130
