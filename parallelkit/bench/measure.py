@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,7 @@ def interleaved(
         once = max(group._gather_objects(time.perf_counter() - start))
         calls[name] = max(1, min(200, round(_BATCH_SECONDS / once)))
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    tqdm.set_lock(threading.RLock())  # its own would be one of multiprocessing, and leak
     quiet = group.rank != 0 or not sys.stderr.isatty()
     for _ in tqdm(range(rounds), desc=label, leave=False, disable=quiet):
         for name, call in candidates.items():
