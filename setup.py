@@ -109,20 +109,22 @@ class NinjaBuild(build_ext):
 
     def build_extensions(self) -> None:
         """Compile below build/, then copy to where setuptools wants the library."""
-        for extension in list(self.extensions):
+        flavour = "-".join(filter(None, [sys.implementation.cache_tag, PLATFORM, SANITIZE]))
+        built = []
+        for extension in self.extensions:
             name = extension.name.removeprefix("parallelkit.")
-            flavour = f"{sys.implementation.cache_tag}-{PLATFORM}{'-' * bool(SANITIZE)}{SANITIZE}"
             folder = Path("build", "ninja", flavour, name)
             problem = self.compile(folder, name, extension.sources)
             if problem is None:
                 target = Path(self.get_ext_fullpath(extension.name))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self.copy_file(str(folder / f"{name}.so"), str(target))
-                continue
-            if os.environ.get("PK_CUDA" if name == "_cuda" else "PK_CPU") == "1":
+                built.append(extension)
+            elif os.environ.get("PK_CUDA" if name == "_cuda" else "PK_CPU") == "1":
                 raise SystemExit(f"parallelkit: {extension.name} cannot be built: {problem}")
-            self.warn(f"{extension.name} is left out, plain PyTorch does its work: {problem}")
-            self.extensions.remove(extension)
+            else:
+                self.warn(f"{extension.name} is left out, plain PyTorch does its work: {problem}")
+        self.extensions = built
 
     def compile(self, folder: Path, name: str, files: list[str]) -> str | None:
         """Make folder/<name>.so; say what stood in the way, or None."""

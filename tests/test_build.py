@@ -149,10 +149,12 @@ def test_wheel_has_parallelkit_alone_at_its_top_level(wheel: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"parallelkit"}
 
 
-def test_wheel_has_every_module_and_the_kernels_and_the_extension(installed: Path) -> None:
-    wanted = {path.relative_to(ROOT) for path in (ROOT / "parallelkit").rglob("*.py*")}
-    wanted |= {Path("parallelkit", path.relative_to(ROOT)) for path in ROOT.glob("kernels/*.py")}
-    wanted = {path for path in wanted if path.suffix != ".pyc"} | {Path("parallelkit/py.typed")}
+def test_wheel_has_every_module_and_the_kernels_and_the_extension(
+    sources: Path, installed: Path
+) -> None:
+    modules = [p for p in (sources / "parallelkit").rglob("*") if p.suffix in {".py", ".pyi"}]
+    wanted = {path.relative_to(sources) for path in modules} | {Path("parallelkit/py.typed")}
+    wanted |= {Path("parallelkit/kernels", path.name) for path in sources.glob("kernels/*.py")}
     assert Path("parallelkit/kernels/__init__.py") in wanted
     assert {path for path in wanted if not (installed / path).exists()} == set()
     assert compiled(installed) == ["_cpu"]
@@ -179,10 +181,10 @@ def test_sdist_has_all_that_a_build_needs(sources: Path) -> None:
     assert sdist is not None, output
     with tarfile.open(sdist) as archive:
         found = {Path(*Path(name).parts[1:]) for name in archive.getnames()}
-    needed = [ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "LICENSE"]
+    needed = [sources / name for name in ("setup.py", "pyproject.toml", "LICENSE")]
     for folder, pattern in [("csrc", "*.*"), ("kernels", "*.py"), ("parallelkit", "*.py")]:
-        needed += (ROOT / folder).rglob(pattern)
-    assert {path.relative_to(ROOT) for path in needed} - found == set()
+        needed += (sources / folder).rglob(pattern)
+    assert {path.relative_to(sources) for path in needed} - found == set()
 
 
 @pytest.mark.slow
@@ -230,6 +232,7 @@ def test_only_what_changed_is_compiled_again(small: Path) -> None:
 def test_x86_sources_are_compiled_for_x86_alone(small: Path, target: str, lanes: int) -> None:
     wheel, output = build(small, _PYTHON_HOST_PLATFORM=target)
     assert LEFT_OUT not in output, output
+    assert output.count("] compile ") == (3 if lanes else 1)
     installed = install(wheel, small.parent / "installed")
     assert run(installed, "import parallelkit._cpu as cpu; print(cpu.lanes)") == (0, f"{lanes}\n")
 
