@@ -1,0 +1,132 @@
+"""`parallelkit train`: its options, and the way from them to ranks, checks and picture."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..cli import exit_status
+from ..errors import InvalidArgumentError, UsageError
+
+if TYPE_CHECKING:
+    from .run import Options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `parallelkit train`."""
+    add = parser.add_argument
+    add(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="a text file or a folder of them (default: the Python standard library's sources)",
+    )
+    add(
+        "--nproc",
+        type=positive(int),
+        metavar="N",
+        help="ranks to start on this machine (default: 2); not under torchrun, which starts them",
+    )
+    add("--steps", type=positive(int), default=50, metavar="N", help="(default: %(default)s)")
+    add(
+        "--batch",
+        type=positive(int),
+        default=16,
+        metavar="N",
+        help="pieces of text in a step, over all ranks (default: %(default)s)",
+    )
+    add(
+        "--micro-batch",
+        type=positive(int),
+        default=2048,
+        metavar="TOKENS",
+        help="tokens that a rank takes at a time, padding included (default: %(default)s)",
+    )
+    add("--lr", type=positive(float), default=2e-3, help="of AdamW (default: %(default)s)")
+    add("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
+    add("--device", choices=("cpu", "cuda"), help="(default: cuda where every rank has a GPU)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("build/train"),
+        metavar="FOLDER",
+        help="where train.png and train.json are written (default: %(default)s)",
+    )
+
+
+def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """A type of argparse: numbers above 0, read by kind."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < float("inf"):
+            word = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"must be a {word} above 0, got {text!r}")
+        return value
+
+    return read
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the ranks, or be one of those that torchrun started."""
+    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"needs {' and '.join(missing)}; pip install 'parallelkit[train]' brings them"
+        )
+    # Imported here, so that --help and wrong options need not wait for torch.
+    from .launch import start_ranks
+    from .run import Options, prepare
+
+    fields = [field.name for field in dataclasses.fields(Options)]
+    options = Options(**{name: getattr(arguments, name) for name in fields})
+    nproc: int | None = arguments.nproc
+    if "RANK" not in os.environ:
+        size = nproc or 2
+        prepare(options, size)  # what is wrong with them shows before any rank starts
+        return start_ranks(size, rank_main, options)
+    if nproc is not None:
+        raise InvalidArgumentError(
+            f"--nproc must be left out under torchrun, got {nproc}; "
+            "torchrun --nproc-per-node sets the number of ranks"
+        )
+    return rank_main(options)
+
+
+def rank_main(options: Options) -> int:
+    """One rank's whole run; rank 0 reports, and its status is 1 if a check failed."""
+    return exit_status("train", lambda: _rank_main(options))
+
+
+def _rank_main(options: Options) -> int:
+    import torch.distributed as dist
+
+    import parallelkit as pk
+
+    from .picture import draw
+    from .report import heading, table, write_json
+    from .run import train
+
+    with pk.init(options.device) as group:
+        if group.rank == 0:
+            sys.stdout.write(f"{heading(options, group)}\n")
+            sys.stdout.flush()
+        result = train(options, group)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # without it Gloo may abort the process at its end
+    if group.rank > 0:
+        return 0
+    picture, numbers = options.out / "train.png", options.out / "train.json"
+    draw(result, picture)
+    write_json(options, result, numbers)
+    sys.stdout.write(f"\n{table(result)}\n\nwrote {picture} and {numbers}\n")
+    return 0 if result.ok else 1
