@@ -33,7 +33,7 @@ struct Cut {
   int size;
   Range operator()(int owner) const {
     const Range units = shard_bounds(ceil_div(bytes, unit), size, owner);
-    return {units.begin * unit, min_u64(bytes, units.end * unit)};
+    return {min_u64(bytes, units.begin * unit), min_u64(bytes, units.end * unit)};
   }
 };
 
