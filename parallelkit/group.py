@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import warnings
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import refuse
-from .errors import InvalidArgumentError, UsageError
+from .errors import InvalidArgumentError, InvalidTypeError, UsageError
 from .ops import cpu
 from .transport import Transport
 from .transport.process_group import ProcessGroup
@@ -47,6 +48,7 @@ class Group:
         rank: this process's number in the group, from 0.
         size: the number of ranks.
         device: as given.
+        id: a number of its own in this process.
         timeout: as given.
         transport: "single", "shared-memory" (CPU ranks of one host) or "process-group".
 
@@ -102,7 +104,8 @@ class Group:
         self._transport = transport
         self.transport = transport.name
         self._unusable: str | None = None
-        _alive.add(self)
+        self.id = next(_ids)
+        _alive[self.id] = self
 
     def _choose_transport(self, algorithm: str) -> Transport:
         if algorithm == "auto":
@@ -208,17 +211,23 @@ class Group:
     ) -> None:
         self.close()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        """The same group: a copy of a module talks to the same ranks."""
+        return self
+
     def __repr__(self) -> str:
         return f"Group(rank {self.rank} of {self.size}, {self.transport}, {self.device})"
 
 
-_alive: weakref.WeakSet[Group] = weakref.WeakSet()
+_ids = itertools.count()  # numbers of this process: what a compiled graph calls a group by
+_alive: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+_mesh_groups: dict[DeviceMesh, Group] = {}
 _default: Group | None = None
 
 
 def _forget_in_child() -> None:
     """A forked child shares the parent's memory but is no rank: it may read tensors, not talk."""
-    for group in _alive:
+    for group in _alive.values():
         group._unusable = "this group belongs to the parent of this forked process"
 
 
@@ -250,9 +259,26 @@ def init(device: torch.device | str | None = None, timeout: timedelta = _DEFAULT
     return _default
 
 
-def default_group(group: Group | None) -> Group:
-    """`group`, or the one that `init` gives."""
-    return group if group is not None else init()
+def default_group(group: Group | DeviceMesh | None) -> Group:
+    """`group`, the one over a mesh of one dimension (made once, collective), or what `init` gives."""
+    if group is None:
+        return init()
+    if isinstance(group, Group):
+        return group
+    if not isinstance(group, DeviceMesh):
+        raise InvalidTypeError(
+            f"group must be a parallelkit.Group or a DeviceMesh, got {type(group).__name__}; "
+            "pk.Group(process_group) makes one"
+        )
+    made = _mesh_groups.get(group)
+    if made is None or made._unusable is not None or made._transport.broken:
+        made = _mesh_groups[group] = Group.from_mesh(group)
+    return made
+
+
+def group_of_id(number: int) -> Group:
+    """The group whose `id` this is."""
+    return _alive[number]
 
 
 def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
