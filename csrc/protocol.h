@@ -50,6 +50,8 @@ enum class Operation : std::uint32_t {
   all_reduce,
   reduce_scatter,
   all_gather,
+  gradient_norm,
+  sharded_step,
 };
 
 enum class Reduction : std::uint32_t {

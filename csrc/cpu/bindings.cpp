@@ -3,11 +3,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "sharded_step.h"
 #include "worker.h"
 
 namespace py = pybind11;
 
 namespace pk {
+
+void bind_adam(py::module_& module);  // bindings_adam.cpp
+
 namespace {
 
 // Whether Ctrl-C was pressed; the KeyboardInterrupt is then pending in Python.
@@ -124,6 +128,8 @@ PYBIND11_MODULE(_cpu, module) {
                              [](const TensorList& list) { return list.placement() != 0; })
       .def_property_readonly("bytes", &TensorList::bytes);
 
+  bind_adam(module);
+
   py::class_<Task, std::shared_ptr<Task>>(module, "Task").def("done", &Task::done);
 
   py::class_<Rank>(module, "Communicator")
@@ -182,6 +188,22 @@ PYBIND11_MODULE(_cpu, module) {
                return comm.all_gather(list, pointer(shard), element_bytes, header, threads, stop);
              });
            })
+      .def("measure_gradient",
+           [](Rank& self, ShardedStep& step, std::uint64_t signature, std::uint64_t layout,
+              double weight, double scale, int reduction, bool fault, int threads) {
+             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
+             return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
+               return step.measure(comm, header, threads, stop);
+             });
+           })
+      .def("sharded_step",
+           [](Rank& self, ShardedStep& step, std::uint64_t signature, std::uint64_t layout,
+              double weight, double scale, int reduction, bool fault, int threads) {
+             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
+             return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
+               return step.run(comm, header, threads, stop);
+             });
+           })
       .def("barrier",
            [](Rank& self) {
              return self.now([](Communicator& comm, const Communicator::Interrupted& stop) {
@@ -200,6 +222,7 @@ PYBIND11_MODULE(_cpu, module) {
              return py::make_tuple(reply, all);
            })
       .def("leave", [](Rank& self) { self.comm.leave(); })
+      .def_property_readonly("broken", [](const Rank& self) { return self.comm.broken(); })
       .def_property_readonly("traffic", [](const Rank& self) {
         const Traffic& traffic = self.comm.traffic();
         return py::make_tuple(traffic.read.load(), traffic.written.load(), traffic.staged.load());

@@ -303,6 +303,11 @@ Result Communicator::all_gather(const TensorList& list, const std::byte* shard,
   });
 }
 
+Result Communicator::run(std::uint64_t bytes, int threads, const Interrupted& stop,
+                         const std::function<void(Team&, Verdict&)>& body) {
+  return collective(bytes, threads, stop, body);
+}
+
 Result Communicator::barrier(const Interrupted& stop) {
   Header header;
   header.operation = Operation::barrier;

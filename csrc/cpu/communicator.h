@@ -37,6 +37,8 @@ struct Cut {
   }
 };
 
+class Team;
+
 enum class Order : int { direct, ring };  // the order in which peers are visited
 
 class Communicator {
@@ -62,11 +64,15 @@ class Communicator {
   Result all_gather(const TensorList& list, const std::byte* shard, std::uint64_t element_bytes,
                     Header header, int threads, const Interrupted& stop);
   Result barrier(const Interrupted& stop);
+  // A collective of another file: body(team, verdict) on each of the rank's threads.
+  Result run(std::uint64_t bytes, int threads, const Interrupted& stop,
+             const std::function<void(Team&, Verdict&)>& body);
   // Every rank's message to every rank, of any length.
   Result exchange(const std::string& message, std::vector<std::string>& messages,
                   const Interrupted& stop);
 
   void leave() { peers_.leave(); }
+  bool broken() const { return peers_.cause() != Outcome::done; }
   void break_group(Outcome cause, int rank) { peers_.break_group(cause, rank); }
   const Traffic& traffic() const { return traffic_; }
   int rank() const { return peers_.rank(); }

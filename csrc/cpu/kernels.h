@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../dtypes.h"
+#include "adam_job.h"
 
 namespace pk {
 
@@ -21,6 +22,8 @@ struct WeightedSum {
 struct Kernels {
   const char* name;
   void (*weighted_sum)(const WeightedSum&);
+  void (*adam)(const AdamJob&);
+  double (*sum_of_squares)(const GradientSum&, std::size_t count);
 };
 
 extern const Kernels kPortable;

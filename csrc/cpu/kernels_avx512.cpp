@@ -1,6 +1,7 @@
+#include "adam_inl.h"
 #include "kernels_inl.h"
 
 namespace pk {
 extern const Kernels kAvx512;
-const Kernels kAvx512{"avx512", weighted_sum};
+const Kernels kAvx512{"avx512", weighted_sum, adam, sum_of_squares};
 }  // namespace pk

@@ -29,6 +29,9 @@ struct Scalar {
   static Vector load(const T* p) { return A(widen(*p)); }
   static Vector mul(Vector a, Vector b) { return a * b; }
   static Vector fma(Vector a, Vector b, Vector c) { return std::fma(a, b, c); }
+  static Vector div(Vector a, Vector b) { return a / b; }
+  static Vector sqrt(Vector a) { return std::sqrt(a); }
+  static Vector max(Vector a, Vector b) { return a > b ? a : b; }  // b where either is NaN
   static Packed pack(Vector v) { return narrow<T>(v); }
   static void store(T* p, Packed v) { *p = v; }
 };
@@ -41,6 +44,9 @@ struct Float16Lanes {
   static Vector set(float x) { return _mm512_set1_ps(x); }
   static Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
   static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+  static Vector div(Vector a, Vector b) { return _mm512_div_ps(a, b); }
+  static Vector sqrt(Vector a) { return _mm512_sqrt_ps(a); }
+  static Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
 };
 
 template <class T, class A>
@@ -63,6 +69,9 @@ struct Lanes<double, double> {
   static Vector load(const double* p) { return _mm512_loadu_pd(p); }
   static Vector mul(Vector a, Vector b) { return _mm512_mul_pd(a, b); }
   static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_pd(a, b, c); }
+  static Vector div(Vector a, Vector b) { return _mm512_div_pd(a, b); }
+  static Vector sqrt(Vector a) { return _mm512_sqrt_pd(a); }
+  static Vector max(Vector a, Vector b) { return _mm512_max_pd(a, b); }
   static Packed pack(Vector v) { return v; }
   static void store(double* p, Packed v) { _mm512_storeu_pd(p, v); }
 };
@@ -106,6 +115,9 @@ struct Float8Lanes {
   static Vector set(float x) { return _mm256_set1_ps(x); }
   static Vector mul(Vector a, Vector b) { return _mm256_mul_ps(a, b); }
   static Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+  static Vector div(Vector a, Vector b) { return _mm256_div_ps(a, b); }
+  static Vector sqrt(Vector a) { return _mm256_sqrt_ps(a); }
+  static Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
 };
 
 template <class T, class A>
@@ -128,6 +140,9 @@ struct Lanes<double, double> {
   static Vector load(const double* p) { return _mm256_loadu_pd(p); }
   static Vector mul(Vector a, Vector b) { return _mm256_mul_pd(a, b); }
   static Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_pd(a, b, c); }
+  static Vector div(Vector a, Vector b) { return _mm256_div_pd(a, b); }
+  static Vector sqrt(Vector a) { return _mm256_sqrt_pd(a); }
+  static Vector max(Vector a, Vector b) { return _mm256_max_pd(a, b); }
   static Packed pack(Vector v) { return v; }
   static void store(double* p, Packed v) { _mm256_storeu_pd(p, v); }
 };

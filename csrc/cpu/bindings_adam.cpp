@@ -1,0 +1,85 @@
+// ShardedStep for Python; Communicator's own methods that run one stand in bindings.cpp.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "sharded_step.h"
+
+namespace py = pybind11;
+
+namespace pk {
+namespace {
+
+template <class T = void>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Addresses of (exp_avg, exp_avg_sq, max_exp_avg_sq) and of their scales; 0 where there is none.
+using Moments3 = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
+
+}  // namespace
+
+void bind_adam(py::module_& module) {
+  py::class_<ShardedStep, std::shared_ptr<ShardedStep>>(module, "ShardedStep")
+      .def(py::init<std::shared_ptr<TensorList>, bool>(), py::arg("shared"), py::arg("averaged"))
+      .def("add_parameter",
+           [](ShardedStep& self, int dtype, bool stochastic, bool split,
+              std::ptrdiff_t param_stride, std::ptrdiff_t grad_stride) {
+             StepParameter p{};
+             p.dtype = Dtype(dtype);
+             p.stochastic = stochastic;
+             p.split = split;
+             p.param_stride = param_stride;
+             p.grad_stride = grad_stride;
+             self.parameters.push_back(p);
+           })
+      .def("add_piece",
+           [](ShardedStep& self, std::uint32_t parameter, std::uint64_t first, std::uint64_t count,
+              std::uintptr_t master, int kind, const Moments3& moments, const Moments3& scales) {
+             const auto [m, v, x] = moments;
+             const auto [ms, vs, xs] = scales;
+             self.pieces.push_back({parameter,
+                                    first,
+                                    count,
+                                    pointer<float>(master),
+                                    {Moments(kind), pointer(m), pointer(v), pointer(x),
+                                     pointer<float>(ms), pointer<float>(vs), pointer<float>(xs)}});
+           })
+      // For every parameter (address, address of the gradient or 0, its dtype, index of a setting),
+      // and the settings (beta1, beta2, decay, step size, 1/sqrt(bias2), eps, step count,
+      // maximize).
+      .def("set",
+           [](ShardedStep& self,
+              const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, int, std::uint32_t>>&
+                  parameters,
+              const std::vector<std::tuple<double, double, double, double, double, double,
+                                           std::uint64_t, bool>>& settings) {
+             if (parameters.size() != self.parameters.size()) {
+               throw std::invalid_argument("one entry for each parameter");
+             }
+             for (std::size_t i = 0; i < parameters.size(); ++i) {
+               const auto& [param, grad, dtype, setting] = parameters[i];
+               StepParameter& p = self.parameters[i];
+               p.param = pointer<std::byte>(param);
+               p.grad = pointer<std::byte>(grad);
+               p.grad_dtype = Dtype(dtype);
+               p.setting = setting;
+             }
+             self.settings.clear();
+             for (const auto& [b1, b2, decay, size, bias2, eps, count, maximize] : settings) {
+               self.settings.push_back({{b1, b2, decay, size, bias2, eps}, count, maximize});
+             }
+           })
+      .def_property_readonly(
+          "squares", [](const ShardedStep& s) { return std::pair(s.squares, s.split_squares); })
+      .def_property_readonly("traffic", [](const ShardedStep& s) {
+        return std::pair(s.bytes_read(), s.bytes_written());
+      });
+  module.def("peer_strides", [](const TensorList& list) {
+    std::vector<std::ptrdiff_t> strides;
+    for (const Span& span : list.spans()) strides.push_back(span.stride);
+    return strides;
+  });
+}
+
+}  // namespace pk
