@@ -1,10 +1,11 @@
 """The weighted mean over the ranks of one host: ours, Gloo's, and the floor.
 
-The floor is what no all-reduce can beat by much: each rank scales its share of the bytes in place.
-Gloo gets what a weighted mean costs its user: one pass that multiplies by the weight, an all-reduce,
-one pass that divides by the total. "native" is one call that carries a prepared tensor list (what
-DataParallel makes), "public" is `pk.weighted_all_reduce_` with all its checks. Every candidate's result
-is compared with float64 before anything is timed; a wrong one ends the benchmark.
+The floor is what no all-reduce can beat by much: a rank has to read and write as many bytes as its
+tensor has (its shard of every rank's), so each rank scales a tensor of that size in place. Gloo gets
+what a weighted mean costs its user: a pass that multiplies by the weight, an all-reduce, a pass that
+divides by the total. "native" is one call that carries a prepared tensor list (what DataParallel
+makes), "public" is `pk.weighted_all_reduce_` with all its checks. Every candidate's result is compared
+with float64 before anything is timed; a wrong one ends the benchmark.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..collectives import PreparedAllReduce, shard_bounds, weighted_all_reduce_
+from ..collectives import PreparedAllReduce, weighted_all_reduce_
 from ..errors import ParallelKitError
 from ..group import Group
 from ..testing import run_ranks
@@ -25,7 +26,14 @@ from .measure import Candidate, environment, interleaved, pin
 
 __all__ = ["add_arguments", "run"]
 
-SIZES = {"4K": 1 << 12, "64K": 1 << 16, "1M": 1 << 20, "16M": 1 << 24, "64M": 1 << 26, "256M": 1 << 28}
+SIZES = {
+    "4K": 1 << 12,
+    "64K": 1 << 16,
+    "1M": 1 << 20,
+    "16M": 1 << 24,
+    "64M": 1 << 26,
+    "256M": 1 << 28,
+}
 _GLOO, _FLOOR = "Gloo and two passes", "floor"
 # Parameters of a GPT block in units of hidden^2, to cut a buffer into 150 tensors of mixed sizes.
 _BLOCK = (3.0, 0.003, 1.0, 0.001, 4.0, 0.004, 4.0, 0.001, 0.001, 0.001)
@@ -54,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in facts.items():
         print(f"# {name}: {value}")
     for row in rows:
-        print(f"\n{row['bytes']:>11,} bytes       microseconds   against Gloo   of the floor   bytes moved")
+        print(
+            f"\n{row['bytes']:>11,} bytes       microseconds   against Gloo   of the floor   bytes moved"
+        )
         for name, seconds in row["seconds"].items():
             against, floor = row["seconds"][_GLOO] / seconds, row["seconds"][_FLOOR] / seconds
             moved = row["moved"].get(name)
@@ -75,7 +85,9 @@ def _measure(
     pin(group.rank)
     with Group() as pinned:
         dtype = getattr(torch, dtype_name)
-        return [_measure_size(pinned, size // dtype.itemsize, dtype, rounds, as_list) for size in sizes]
+        return [
+            _measure_size(pinned, size // dtype.itemsize, dtype, rounds, as_list) for size in sizes
+        ]
 
 
 def _measure_size(
@@ -85,16 +97,21 @@ def _measure_size(
     weights = [float(r + 1) for r in range(size)]
     weight, total = weights[rank], sum(weights)
     values = [
-        torch.randn(numel, generator=torch.Generator().manual_seed(r), dtype=torch.float32).to(dtype)
+        torch.randn(numel, generator=torch.Generator().manual_seed(r), dtype=torch.float32).to(
+            dtype
+        )
         for r in range(size)
     ]
     expected = sum(w / total * v.double() for w, v in zip(weights, values, strict=True))
 
-    arena, ordinary, gloo = group.empty(numel, dtype=dtype), values[rank].clone(), values[rank].clone()
+    arena, ordinary, gloo = (
+        group.empty(numel, dtype=dtype),
+        values[rank].clone(),
+        values[rank].clone(),
+    )
     native_arena, native_ordinary = (PreparedAllReduce(t, group) for t in (arena, ordinary))
     unweighted = PreparedAllReduce(arena, group, "total")
-    start, stop = shard_bounds(numel, size, rank)
-    share = torch.ones(stop - start, dtype=dtype)
+    private = values[rank].clone()
 
     def with_gloo() -> None:
         gloo.mul_(weight)
@@ -108,7 +125,7 @@ def _measure_size(
         "ordinary, native": lambda: native_ordinary.native(weight),
         "ordinary, public": lambda: weighted_all_reduce_(ordinary, weight, group),
         _GLOO: with_gloo,
-        _FLOOR: lambda: share.mul_(0.999),
+        _FLOOR: lambda: private.mul_(-1.0),
     }
     targets = {"in place": arena, "ordinary": ordinary, "Gloo": gloo}
     if as_list:

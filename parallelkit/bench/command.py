@@ -9,7 +9,10 @@ __all__ = ["add_arguments", "run"]
 
 # Each module has add_arguments(parser) and run(arguments) -> exit status.
 BENCHMARKS = {
-    "collectives": ("parallelkit.bench.collectives", "the weighted mean against Gloo and the floor"),
+    "collectives": (
+        "parallelkit.bench.collectives",
+        "the weighted mean against Gloo and the floor",
+    ),
 }
 
 

@@ -62,7 +62,10 @@ def interleaved(
                 call()
             seconds[name].append((time.perf_counter() - start) / calls[name])
     of_ranks = group._gather_objects(seconds)
-    return {name: median(map(max, zip(*(s[name] for s in of_ranks)))) for name in candidates}
+    return {
+        name: median(map(max, zip(*(s[name] for s in of_ranks), strict=True)))
+        for name in candidates
+    }
 
 
 def environment() -> dict[str, object]:

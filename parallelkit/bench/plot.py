@@ -12,7 +12,7 @@ _LINES = {
     "in place, native": ("tensors of Group.empty", "#0072B2", "-", "o"),
     "ordinary, native": ("ordinary tensors", "#009E73", "-", "s"),
     "Gloo and two passes": ("Gloo and two passes", "#D55E00", "-", "^"),
-    "floor": ("floor: each rank scales its share", "#555555", "--", ""),
+    "floor": ("floor: each rank scales its tensor", "#555555", "--", ""),
 }
 
 
