@@ -18,8 +18,10 @@ from .transport import REDUCTIONS, Call, Pending, Reply
 
 __all__ = [
     "PreparedAllReduce",
+    "Weight",
     "Work",
     "all_gather_flat",
+    "as_number",
     "shard_bounds",
     "weighted_all_reduce_",
     "weighted_reduce_scatter",
@@ -131,7 +133,7 @@ class PreparedAllReduce:
         """What this rank says, and what is wrong with its arguments."""
         fault, number = self._fault, 1.0
         try:
-            number = _number(self.name, weight)
+            number = as_number(self.name, weight)
         except ParallelKitError as error:
             fault = fault or error
         return Call(
@@ -151,12 +153,19 @@ class PreparedAllReduce:
         call = Call(self._signature, self._layout, weight, scale, self._reduction, False)
         return self._transport.all_reduce(self._native, call)
 
-    def start(self, weight: Weight = 1.0, scale: float = 1.0) -> Work:
-        """One all-reduce in the background, after those started before."""
+    def start(
+        self, weight: Weight = 1.0, scale: float = 1.0, fault: ParallelKitError | None = None
+    ) -> Work:
+        """One all-reduce in the background, after those started before.
+
+        With `fault` this rank takes part only to have it raised on every rank.
+        """
         transport = self._group._usable()
         if self._copies:
             self._prepare(dense=True)
-        call, fault = self._call(weight, scale, self._layout)
+        call, wrong = self._call(weight, scale, self._layout)
+        fault = fault or wrong
+        call = call._replace(fault=fault is not None)
         pending = transport.start_all_reduce(self._native, call)
         return Work(pending, lambda reply: self._finish(reply, call, fault))
 
@@ -265,7 +274,7 @@ def weighted_reduce_scatter(
         start, stop = shard_bounds(len(flat), group.size, group.rank)
         shard = flat.new_empty(stop - start) if out is None else out
         _must_fit(f"{name}: out", shard, stop - start, flat.dtype)
-        return _Flat(whole, shard, _number(name, weight), _reduction(name, reduction))
+        return _Flat(whole, shard, as_number(name, weight), _reduction(name, reduction))
 
     return _run_flat(name, "reduce_scatter", group, check).shard
 
@@ -363,7 +372,8 @@ def _listed(name: str, tensors: torch.Tensor | Sequence[torch.Tensor]) -> Sequen
         ) from None
 
 
-def _number(name: str, weight: Weight) -> float:
+def as_number(name: str, weight: Weight) -> float:
+    """A weight as a float; InvalidTypeError, in the name of the call, where it is no number."""
     if isinstance(weight, torch.Tensor) and weight.dim() == 0 and not weight.is_complex():
         return float(weight)
     if isinstance(weight, (int, float)):
