@@ -47,10 +47,7 @@ def run(*command: str) -> tuple[int, str]:
     try:
         output, _ = process.communicate(timeout=100)
     finally:
-        left = processes_of(process.pid)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-    assert not left
+        assert_none_left(process.pid)
     return process.returncode, output
 
 
@@ -65,6 +62,16 @@ def processes_of(session: int) -> list[int]:
         if int(its_session) == session and state != "Z":
             found.append(int(stat.parent.name))
     return found
+
+
+def assert_none_left(session: int) -> None:
+    """All processes of a session are gone, or will be in a moment."""
+    end = time.monotonic() + 5
+    while (left := processes_of(session)) and time.monotonic() < end:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
 
 
 # --- without ranks
@@ -203,7 +210,7 @@ def test_ctrl_c_ends_all_ranks_at_once_without_a_traceback(tmp_path):
     assert time.monotonic() - pressed < 3
     assert process.returncode == 130
     assert output.strip() == "parallelkit train: stopped by Ctrl-C"
-    assert processes_of(process.pid) == []
+    assert_none_left(process.pid)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -222,11 +229,11 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path, rank):
     assert process.returncode == 1
     assert f"rank {rank} of 2 was killed by SIGKILL" in output
     assert "Traceback" not in output
-    assert processes_of(process.pid) == []
+    assert_none_left(process.pid)
 
 
 def test_ranks_die_with_a_killed_parent(tmp_path):
     process = start_long_run(tmp_path)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=30)  # returns when the last holder of the pipe is gone
-    assert processes_of(process.pid) == []
+    assert_none_left(process.pid)

@@ -8,7 +8,11 @@ import sys
 from collections.abc import Callable
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import ProcessExitedException, start_processes
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 GRACE_S = 3.0  # for the other ranks to say what they make of a rank's end
 
@@ -42,6 +46,9 @@ def start_ranks(size: int, entry: Callable[..., int], *args: object) -> int:
             f"\nparallelkit: rank {ended.error_index} of {size} was killed by "
             f"{ended.signal_name}; the others were stopped\n"
         )
+        return 1
+    except ProcessRaisedException as raised:  # a fault of the program: its text is a traceback
+        sys.stderr.write(f"{raised}\n")
         return 1
     finally:
         for process in context.processes:

@@ -12,7 +12,7 @@ import copy
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class Options:
     out: Path
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
     """What a run showed; the lists have an entry for each step, or say what else."""
 
@@ -54,11 +54,11 @@ class Result:
     transport: str
     parameters: int
     gradient_bytes: int
-    losses: dict[str, list[float]]  # of the three ways, as means over the batch's tokens
-    tokens: list[list[int]]  # of each rank
-    seconds: list[float]  # of the parallel run
-    checks: list[GradientCheck]  # for each step compared
-    digests: list[str]  # for each rank, of its parameters at the end
+    losses: dict[str, list[float]] = field(default_factory=dict)  # of each way, over all tokens
+    tokens: list[list[int]] = field(default_factory=list)  # of each rank
+    seconds: list[float] = field(default_factory=list)  # of the parallel run
+    checks: list[GradientCheck] = field(default_factory=list)  # for each step compared
+    digests: list[str] = field(default_factory=list)  # for each rank, of its parameters at the end
 
     @property
     def gradients_ok(self) -> bool:
@@ -136,10 +136,13 @@ def train(options: Options, group: pk.Group) -> Result:
     checker = GradientChecker(module, options.seed) if group.rank == 0 else None
     parallel = ParallelRun(module, group, options.lr)
 
+    result = Result(
+        size=group.size,
+        transport=group.transport,
+        parameters=sum(p.numel() for p in module.parameters()),
+        gradient_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
+    )
     losses: list[float] = []
-    tokens: list[list[int]] = []
-    seconds: list[float] = []
-    checks: list[GradientCheck] = []
     checked = {round(i * (options.steps - 1) / (CHECKS - 1)) for i in range(CHECKS)}
     batches = global_batches(pieces, options.batch, options.steps, options.seed)
     bar = tqdm(total=options.steps, unit="step", disable=None if group.rank == 0 else True)
@@ -149,17 +152,17 @@ def train(options: Options, group: pk.Group) -> Result:
             micro_batches(batch[rank :: group.size], options.micro_batch, group.device)
             for rank in range(group.size)
         ]
-        tokens.append([sum(b.tokens for b in share) for share in shares])
+        result.tokens.append([sum(b.tokens for b in share) for share in shares])
 
         group.barrier()  # what ranks did for comparison took them different times
         start = time.perf_counter()
         losses.append(parallel.backward(shares[group.rank]))
         backward_end = time.perf_counter()
         if checker is not None and step in checked:
-            checks.append(checker.check(module, step, whole, shares))
+            result.checks.append(checker.check(module, step, whole, shares))
         step_start = time.perf_counter()
         parallel.optimizer.step()
-        seconds.append(time.perf_counter() - step_start + backward_end - start)
+        result.seconds.append(time.perf_counter() - step_start + backward_end - start)
 
         if single is not None:
             single.step(mean_over_tokens(whole))
@@ -169,21 +172,13 @@ def train(options: Options, group: pk.Group) -> Result:
         bar.update()
     bar.close()
 
-    return Result(
-        size=group.size,
-        transport=group.transport,
-        parameters=sum(p.numel() for p in module.parameters()),
-        gradient_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
-        losses={
-            "parallel": losses,
-            "one process": single.losses if single else [],
-            "plain mean": all_gather_object(plain and plain.losses, group)[1 % group.size],
-        },
-        tokens=tokens,
-        seconds=seconds,
-        checks=checks,
-        digests=all_gather_object(digest(module), group),
-    )
+    result.losses = {
+        "parallel": losses,
+        "one process": single.losses if single else [],
+        "plain mean": all_gather_object(plain and plain.losses, group)[1 % group.size],
+    }
+    result.digests = all_gather_object(digest(module), group)
+    return result
 
 
 def prepare_once(options: Options, group: pk.Group) -> list[bytes]:
