@@ -1,11 +1,11 @@
 """The weighted mean over the ranks of one host: ours, Gloo's, and the floor.
 
 The floor is what no all-reduce can beat by much: a rank has to read and write as many bytes as its
-tensor has (its shard of every rank's), so each rank scales a tensor of that size in place. Gloo gets
-what a weighted mean costs its user: a pass that multiplies by the weight, an all-reduce, a pass that
-divides by the total. "native" is one call that carries a prepared tensor list (what DataParallel
-makes), "public" is `pk.weighted_all_reduce_` with all its checks. Every candidate's result is compared
-with float64 before anything is timed; a wrong one ends the benchmark.
+tensor has (its shard of every rank's), so each rank scales a tensor of that size in place. Gloo
+gets what a weighted mean costs its user: a pass that multiplies by the weight, an all-reduce, a
+pass that divides by the total. "native" is one call that carries a prepared tensor list (what
+DataParallel makes), "public" is `pk.weighted_all_reduce_` with all its checks. Every candidate's
+result is compared with float64 before anything is timed; a wrong one ends the benchmark.
 """
 
 from __future__ import annotations
@@ -62,9 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in facts.items():
         print(f"# {name}: {value}")
     for row in rows:
-        print(
-            f"\n{row['bytes']:>11,} bytes       microseconds   against Gloo   of the floor   bytes moved"
-        )
+        heading = "microseconds   against Gloo   of the floor   bytes moved"
+        print(f"\n{row['bytes']:>11,} bytes       {heading}")
         for name, seconds in row["seconds"].items():
             against, floor = row["seconds"][_GLOO] / seconds, row["seconds"][_FLOOR] / seconds
             moved = row["moved"].get(name)
