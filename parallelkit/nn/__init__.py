@@ -1,0 +1,32 @@
+"""Layers split over the ranks of a group; every gradient is finished by the layer itself.
+
+    linear        column- and row-split linear layers
+    embedding     embeddings split by vocabulary or by feature
+    loss          cross entropy of split logits
+    functional    exchanges of activations with their conjugates; the fused linear operator
+    random        random numbers that differ between ranks
+    gradients     sums for parameters that every rank has whole
+    dtensor       weights as DTensors
+    split         how a tensor is cut
+    exchange      what travels between ranks
+"""
+
+from __future__ import annotations
+
+from parallelkit.nn import functional
+from parallelkit.nn.dtensor import as_dtensor
+from parallelkit.nn.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
+from parallelkit.nn.gradients import sum_gradients
+from parallelkit.nn.linear import ColumnParallelLinear, RowParallelLinear
+from parallelkit.nn.random import split_random
+
+__all__ = [
+    "ColumnParallelLinear",
+    "FeatureParallelEmbedding",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "as_dtensor",
+    "functional",
+    "split_random",
+    "sum_gradients",
+]

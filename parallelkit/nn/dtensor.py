@@ -1,0 +1,63 @@
+"""Split weights as torch's DTensors, for what works with those."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from parallelkit.errors import InvalidArgumentError
+from parallelkit.group import Group
+from parallelkit.nn.split import split_of
+
+__all__ = ["as_dtensor"]
+
+
+def as_dtensor(module: nn.Module) -> dict[str, DTensor]:
+    """A module's state as DTensors that share memory with it: split or replicated, by name.
+
+    What torch.distributed.checkpoint saves, and loads into in place, at any number of ranks.
+
+    Args:
+        module: with parameters split by this package over one group of processes.
+    Returns:
+        Names as in `state_dict()`; parameters and buffers that are not split are replicated.
+    Raises:
+        InvalidArgumentError: nothing is split, several groups are in use, the group has no
+            processes, or fused blocks are split for themselves, which no placement describes.
+    """
+    state = module.state_dict(keep_vars=True)
+    splits = {name: split_of(tensor) for name, tensor in state.items()}
+    groups = {split.group for split in splits.values() if split is not None}
+    if len(groups) != 1:
+        raise InvalidArgumentError(
+            f"as_dtensor: the parameters must be split over one group, found {len(groups)}"
+        )
+    mesh = _mesh_of(groups.pop())
+    views = {}
+    for name, tensor in state.items():
+        split, shape = splits[name], list(tensor.shape)
+        if split is None:
+            views[name] = DTensor.from_local(tensor.detach(), mesh, [Replicate()], run_check=False)
+            continue
+        if split.blocks > 1:
+            raise InvalidArgumentError(
+                f"as_dtensor: {name} is {split.blocks} fused blocks, each split for itself; "
+                "use pk.gather_state_dict"
+            )
+        shape[split.dim] = split.length
+        stride = torch.empty(shape, device="meta").stride()
+        views[name] = DTensor.from_local(
+            tensor.detach(), mesh, [Shard(split.dim)], run_check=False,
+            shape=torch.Size(shape), stride=stride,
+        )  # fmt: skip
+    return views
+
+
+def _mesh_of(group: Group) -> DeviceMesh:
+    if group._process_group is None:
+        raise InvalidArgumentError(
+            "as_dtensor: the group must be one of torch.distributed; start it before pk.init()"
+        )
+    return DeviceMesh.from_group(group._process_group, group.device.type)

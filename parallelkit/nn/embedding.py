@@ -1,0 +1,180 @@
+"""Embeddings split over the ranks of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelkit.errors import InvalidArgumentError
+from parallelkit.group import Group, default_group
+from parallelkit.nn.functional import gather_from_group, reduce_from_group
+from parallelkit.nn.split import Split, draw_shard, split_of
+
+__all__ = ["FeatureParallelEmbedding", "VocabParallelEmbedding"]
+
+Tensor = torch.Tensor
+
+
+class _SplitEmbedding(nn.Module):
+    """What both embeddings share: a table cut along one of its dimensions."""
+
+    split_dim: int
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: Group | DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group = default_group(group)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise InvalidArgumentError(
+                    f"{type(self).__name__}: padding_idx must be within the {num_embeddings} "
+                    f"embeddings, got {padding_idx}"
+                )
+            padding_idx %= num_embeddings
+        self.padding_idx = padding_idx
+        shape = [num_embeddings, embedding_dim]
+        split = Split(self.group, self.split_dim, shape[self.split_dim])
+        (self._range,) = split.ranges()
+        shape[self.split_dim] = self._range[1] - self._range[0]
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self._mark()
+        self.reset_parameters()
+
+    def _mark(self) -> None:
+        shape = (self.num_embeddings, self.embedding_dim)
+        Split(self.group, self.split_dim, shape[self.split_dim]).mark(self.weight)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()  # a copied parameter has lost its marks
+
+    def reset_parameters(self) -> None:
+        """Draw as nn.Embedding does; the same whole table at any number of ranks."""
+        split = split_of(self.weight)
+        assert split is not None
+        draw_shard(self.weight, split, nn.init.normal_)
+        row = self._padding_row()
+        if row is not None:
+            with torch.no_grad():
+                self.weight[row] = 0
+
+    def _padding_row(self) -> int | None:
+        """Where this rank has the padding's row."""
+        if self.padding_idx is None or self.split_dim == 1:
+            return self.padding_idx
+        start, stop = self._range
+        return self.padding_idx - start if start <= self.padding_idx < stop else None
+
+    def _take(self, embedding: nn.Embedding) -> None:
+        split, whole = split_of(self.weight), embedding.weight
+        assert split is not None
+        self.weight = nn.Parameter(split.take(whole.detach()), whole.requires_grad)
+        self._mark()
+        self.train(embedding.training)
+
+    def to_embedding(self) -> nn.Embedding:
+        """The whole table as nn.Embedding, on every rank; collective."""
+        split = split_of(self.weight)
+        assert split is not None
+        made = nn.Embedding(
+            self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta"
+        )
+        made.weight = nn.Parameter(split.gather(self.weight), self.weight.requires_grad)
+        return made.train(self.training)
+
+    def _check(self, ids: Tensor) -> None:
+        """nn.Embedding's IndexError, which masking would hide; not on GPUs, where it would wait."""
+        if ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling():
+            return
+        low, high = (int(value) for value in ids.aminmax())
+        if low < 0 or high >= self.num_embeddings:
+            raise IndexError(
+                f"{type(self).__name__}: ids must be in [0, {self.num_embeddings}), got "
+                f"{low if low < 0 else high} [rank {self.group.rank} of {self.group.size}]"
+            )
+
+    def extra_repr(self) -> str:
+        """As nn.Embedding's, with what is split."""
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, "
+            + (f"padding_idx={self.padding_idx}, " if self.padding_idx is not None else "")
+            + f"rank {self.group.rank} of {self.group.size}"
+        )
+
+
+class VocabParallelEmbedding(_SplitEmbedding):
+    """nn.Embedding with the vocabulary split: this rank has `shard_bounds(num_embeddings, ...)`.
+
+        ids [...] int, equal on every rank     y [..., embedding_dim], equal on every rank
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx: as nn.Embedding; need not be divisible.
+        group: a Group or one-dimensional DeviceMesh.
+        device, dtype: as nn.Embedding.
+    Cost: forward, one sum of y over the group.
+    """
+
+    split_dim = 0
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, group: Group | DeviceMesh | None = None
+    ) -> VocabParallelEmbedding:
+        """This rank's part of a table that every rank has whole."""
+        made = cls(
+            embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx, group=group,
+            device="meta",
+        )  # fmt: skip
+        made._take(embedding)
+        return made
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The ids' rows of the whole table."""
+        self._check(ids)
+        start, stop = self._range
+        if start == stop:  # sums need this rank's gradient graph too
+            nothing = self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
+            return reduce_from_group(nothing, self.group)
+        elsewhere = (ids < start) | (ids >= stop)
+        local = (ids - start).masked_fill(elsewhere, 0)
+        y = F.embedding(local, self.weight, self._padding_row())
+        return reduce_from_group(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+
+
+class FeatureParallelEmbedding(_SplitEmbedding):
+    """nn.Embedding with the features split; arguments as `VocabParallelEmbedding`.
+
+    Cost: forward, one gather of y.
+    """
+
+    split_dim = 1
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, group: Group | DeviceMesh | None = None
+    ) -> FeatureParallelEmbedding:
+        """This rank's part of a table that every rank has whole."""
+        made = cls(
+            embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx, group=group,
+            device="meta",
+        )  # fmt: skip
+        made._take(embedding)
+        return made
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The ids' rows of the whole table."""
+        self._check(ids)
+        return gather_from_group(F.embedding(ids, self.weight, self._padding_row()), self.group)

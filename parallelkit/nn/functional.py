@@ -1,0 +1,191 @@
+"""Functions of tensor parallelism: each exchange of activations with its conjugate as gradient.
+
+    forward                   backward
+    copy_to_group             identity          sum
+    reduce_from_group         sum               identity
+    gather_from_group         gather            slice, or reduce-scatter with grad="partial"
+    scatter_to_group          slice             gather
+    reduce_scatter_to_group   reduce-scatter    gather
+
+Source: Shoeybi et al. 2019, "Megatron-LM" (the functions f and g); Korthikanti et al. 2022, "Reducing
+activation recomputation" (the sequence-parallel pairs).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelkit.collectives import shard_bounds
+from parallelkit.errors import InvalidArgumentError
+from parallelkit.group import Group, default_group
+from parallelkit.nn import exchange
+from parallelkit.nn.linear_op import gated_linear, linear
+from parallelkit.nn.loss import vocab_parallel_cross_entropy
+
+__all__ = [
+    "copy_to_group",
+    "gated_linear",
+    "gather_from_group",
+    "linear",
+    "reduce_from_group",
+    "reduce_scatter_to_group",
+    "scatter_to_group",
+    "vocab_parallel_cross_entropy",
+]
+
+Tensor = torch.Tensor
+AnyGroup = Group | DeviceMesh | None
+
+
+def copy_to_group(x: Tensor, group: AnyGroup = None) -> Tensor:
+    """x itself; its gradient is the sum of every rank's. Where a split computation begins.
+
+    Args:
+        x: equal on every rank.
+        group: a Group or one-dimensional DeviceMesh. Default: all ranks.
+    """
+    return _Copy.apply(x, default_group(group))  # type: ignore[no-any-return]
+
+
+def reduce_from_group(x: Tensor, group: AnyGroup = None) -> Tensor:
+    """The sum of every rank's x; gradients pass as they are. Where a split computation ends.
+
+    Args:
+        x: this rank's term, of one shape and dtype on every rank.
+        group: as in `copy_to_group`.
+    """
+    return _Reduce.apply(x, default_group(group))  # type: ignore[no-any-return]
+
+
+def gather_from_group(
+    x: Tensor, group: AnyGroup = None, dim: int = -1, *, grad: str = "replicated"
+) -> Tensor:
+    """The tensor of which every rank has a shard.
+
+    Args:
+        x: this rank's shard along `dim`, cut as by `shard_bounds`.
+        group: as in `copy_to_group`.
+        dim: where the shards meet. Default: -1.
+        grad: "replicated" where all ranks do the same with the result, so each has the whole
+            gradient and keeps its slice; "partial" where what follows differs by rank, so the
+            gradients are terms of a sum: they are reduce-scattered.
+    Raises:
+        InvalidArgumentError: a bad `dim` or `grad`, or shards cut otherwise.
+    """
+    group = default_group(group)
+    if grad not in ("replicated", "partial"):
+        raise InvalidArgumentError(
+            f'gather_from_group: grad must be "replicated" or "partial", got {grad!r}'
+        )
+    dim = _dimension("gather_from_group", x, dim)
+    length = exchange.whole_length(x, dim, group)
+    return _Gather.apply(x, group, dim, length, grad == "partial")  # type: ignore[no-any-return]
+
+
+def scatter_to_group(x: Tensor, group: AnyGroup = None, dim: int = -1) -> Tensor:
+    """This rank's shard of x along `dim`, as `shard_bounds` cuts it; gradients are gathered.
+
+    Args:
+        x: equal on every rank.
+        group, dim: as in `gather_from_group`.
+    """
+    return _Scatter.apply(  # type: ignore[no-any-return]
+        x, default_group(group), _dimension("scatter_to_group", x, dim)
+    )
+
+
+def reduce_scatter_to_group(x: Tensor, group: AnyGroup = None, dim: int = -1) -> Tensor:
+    """This rank's shard along `dim` of the sum of every rank's x; gradients are gathered.
+
+    Args:
+        x: this rank's term, of one shape and dtype on every rank.
+        group, dim: as in `gather_from_group`.
+    """
+    return _ReduceScatter.apply(  # type: ignore[no-any-return]
+        x, default_group(group), _dimension("reduce_scatter_to_group", x, dim)
+    )
+
+
+def _dimension(call: str, x: Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise InvalidArgumentError(
+            f"{call}: dim must be in [{-x.ndim}, {x.ndim}) for a tensor of shape {list(x.shape)}, "
+            f"got {dim}"
+        )
+    return dim % x.ndim
+
+
+def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's shard of x."""
+    start, stop = shard_bounds(x.shape[dim], group.size, group.rank)
+    return x.narrow(dim, start, stop - start)
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return exchange.all_reduce(dy, ctx.group), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return exchange.all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Group, dim: int, length: int, partial: bool
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.partial = group, dim, partial
+        return exchange.all_gather(x, dim, length, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        give = exchange.reduce_scatter if ctx.partial else _contiguous_slice
+        return give(dy, ctx.dim, ctx.group), None, None, None, None
+
+
+class _Scatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.length = group, dim, x.shape[dim]
+        return _contiguous_slice(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return exchange.all_gather(dy, ctx.dim, ctx.length, ctx.group), None, None
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.length = group, dim, x.shape[dim]
+        return exchange.reduce_scatter(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return exchange.all_gather(dy, ctx.dim, ctx.length, ctx.group), None, None
+
+
+def _contiguous_slice(x: Tensor, dim: int, group: Group) -> Tensor:
+    return own_slice(x, group, dim).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,419 @@
+"""Linear layers split over the ranks of a group.
+
+    x [..., K]     W [N, K]     b [N]     R ranks     M = product of the leading sizes
+
+    ColumnParallelLinear   W by rows:     y_r = act(x·W_rᵀ + b_r)    dx = Σ_r dz_r·W_r
+    RowParallelLinear      W by columns:  y = Σ_r x_r·W_rᵀ + b       dx_r = dy·W_r
+
+A column layer and the row layer that reads its output need one sum forward and one backward. With
+sequence parallelism, x of the first and y of the second are shards along dimension -2: a gather and
+a reduce-scatter take the place of each sum.
+
+Source: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, "Reducing activation
+recomputation in large transformer models".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelkit.errors import InvalidArgumentError
+from parallelkit.group import Group, default_group
+from parallelkit.nn import exchange
+from parallelkit.nn import product_ops as ops
+from parallelkit.nn.functional import (
+    copy_to_group,
+    gather_from_group,
+    scatter_to_group,
+)
+from parallelkit.nn.kernel_choice import current_kernels
+from parallelkit.nn.linear_op import (
+    cast_for_autocast,
+    check,
+    linear,
+    linear_into,
+    parameter_gradients,
+    rows,
+)
+from parallelkit.nn.shared_input import SharedInput
+from parallelkit.nn.split import Split, draw_shard, split_of
+from parallelkit.nn.torch_products import ACTIVATIONS
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+
+Tensor = torch.Tensor
+
+# From here on a sum is worth a thread of its own beside the weight's gradient; an estimate.
+_OVERLAP_BYTES = 1 << 20
+
+
+class _ColumnLinear(Function):
+    """act(x·W_rᵀ + b_r), x entered into the group first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        group: Group,
+        whole_tokens: int | None,
+    ) -> Tensor:
+        if whole_tokens is not None:
+            x = exchange.all_gather(x, x.ndim - 2, whole_tokens, group)
+        kernels = current_kernels()
+        y, pre = ops.forward(
+            rows(x), weight, bias, None, activation, False, activation is not None, kernels
+        )
+        ctx.save_for_backward(x, weight, bias, pre)
+        ctx.activation, ctx.group, ctx.kernels = activation, group, kernels
+        ctx.sequence = whole_tokens is not None
+        return y.view(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, pre = ctx.saved_tensors
+        needs_x = ctx.needs_input_grad[0]
+        dz = rows(dy)
+        if ctx.activation is not None:
+            dz = ops.activation_gradient(dz, pre, ctx.activation, False, ctx.kernels)
+        dx, started = None, None
+        if needs_x and (ctx.sequence or torch.compiler.is_compiling()):
+            dx = ops.input_gradient(dz, weight, None, None, False, ctx.kernels).view(x.shape)
+            if ctx.sequence:
+                dx = exchange.reduce_scatter(dx, x.ndim - 2, ctx.group)
+            else:
+                dx = exchange.all_reduce(dx, ctx.group)
+        elif needs_x:
+            started = exchange.Term(ctx.group, x.shape, _wide(x.dtype))
+            linear_into(started.tensor, dz.view(*x.shape[:-1], dz.shape[1]), weight.T)
+            if started.tensor.nbytes >= _OVERLAP_BYTES:
+                started.start()
+        dweight, dbias = _parameter_gradients(ctx, dz, rows(x), weight, bias)
+        if started is not None:
+            dx = started.finish(x.dtype)
+        return dx, dweight, dbias, None, None, None
+
+
+class _RowLinear(Function):
+    """Σ_r x_r·W_rᵀ + b, or this rank's tokens of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.group, ctx.kernels, ctx.sequence = group, current_kernels(), sequence
+        if torch.compiler.is_compiling():
+            partial, _ = ops.forward(rows(x), weight, None, None, None, False, False, ctx.kernels)
+            partial = partial.view(*x.shape[:-1], weight.shape[0])
+            if sequence:
+                y = exchange.reduce_scatter(partial, x.ndim - 2, group)
+            else:
+                y = exchange.all_reduce(partial, group)
+            return y if bias is None else y + bias
+        moved = x.movedim(-2, 0) if sequence else x
+        term = exchange.Term(group, (*moved.shape[:-1], weight.shape[0]), _wide(x.dtype))
+        linear_into(term.tensor, moved, weight)
+        if sequence:
+            y = term.scatter().movedim(0, -2)
+            y = y if bias is None else y + bias
+            return y.to(x.dtype, memory_format=torch.contiguous_format)
+        if bias is None:
+            return term.finish(x.dtype)
+        y = (term.reduce() + bias).to(x.dtype)
+        term.release()
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        needs_x = ctx.needs_input_grad[0]
+        if ctx.sequence:
+            dy = exchange.all_gather(dy, x.ndim - 2, x.shape[-2], ctx.group)
+        dz = rows(dy)
+        dx = None
+        if needs_x:
+            dx = ops.input_gradient(dz, weight, None, None, False, ctx.kernels).view(x.shape)
+        dweight, dbias = _parameter_gradients(ctx, dz, rows(x), weight, bias)
+        return dx, dweight, dbias, None, None
+
+
+def _parameter_gradients(
+    ctx: Any, dz: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """dW and db: added in place where that was asked for, which a compiled graph cannot do."""
+    _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    if torch.compiler.is_compiling():
+        dweight, dbias = ops.weight_gradient(dz, x, needs_bias, weight.dtype, ctx.kernels)
+        return dweight if needs_weight else None, dbias if needs_bias else None
+    return parameter_gradients(dz, x, weight, bias, needs_weight, needs_bias, ctx.kernels)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What a sum over ranks is kept in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class SplitLinear(nn.Module):
+    """What the two layers share: a weight cut along one of its dimensions."""
+
+    split_dim: int  # of [out_features, in_features]
+    in_features: int
+    out_features: int
+    group: Group
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        group: Group | DeviceMesh | None,
+        sequence_parallel: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.group = default_group(group)
+        self.sequence_parallel = sequence_parallel
+        self.blocks = 1
+        self.transposed = False  # whether the parameter is [in, out], as transformers' Conv1D
+        self._splits_bias = self.split_dim == 0
+        shape = [out_features, in_features]
+        split = Split(self.group, self.split_dim, shape[self.split_dim])
+        shape[self.split_dim] = sum(stop - start for start, stop in split.ranges())
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        if bias:
+            length = shape[0] if self._splits_bias else out_features
+            self.bias = nn.Parameter(torch.empty(length, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self._mark()
+        self.reset_parameters()
+
+    def _mark(self) -> None:
+        length = self.out_features if self.split_dim == 0 else self.in_features
+        dim = self.split_dim ^ self.transposed
+        Split(self.group, dim, length, self.blocks).mark(self.weight)
+        if self.bias is not None and self._splits_bias:
+            Split(self.group, 0, length, self.blocks).mark(self.bias)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()  # a copied parameter has lost its marks
+
+    def reset_parameters(self) -> None:
+        """Draw as nn.Linear does: with one seed the gathered weight is nn.Linear's, to the bit."""
+        split = split_of(self.weight)
+        assert split is not None
+        draw_shard(self.weight, split, lambda w: nn.init.kaiming_uniform_(w, a=math.sqrt(5)))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+            whole = torch.empty(self.out_features, device=self.bias.device, dtype=self.bias.dtype)
+            nn.init.uniform_(whole, -bound, bound)
+            with torch.no_grad():
+                bias_split = split_of(self.bias)
+                self.bias.copy_(whole if bias_split is None else bias_split.take(whole))
+
+    def _take(self, linear: nn.Module, transposed: bool, blocks: int) -> None:
+        """Become this rank's part of a whole layer; parameters keep their requires_grad."""
+        self.blocks, self.transposed = blocks, transposed
+        self._mark()
+        split, whole = split_of(self.weight), linear.weight
+        assert split is not None and isinstance(whole, Tensor)
+        self.weight = nn.Parameter(split.take(whole.detach()), whole.requires_grad)
+        bias = linear.bias
+        if isinstance(bias, Tensor):
+            cut = split_of(self.bias) if self.bias is not None else None
+            taken = bias.detach().clone() if cut is None else cut.take(bias.detach())
+            self.bias = nn.Parameter(taken, bias.requires_grad)
+        self._mark()
+        self.train(linear.training)
+
+    def _whole(self, name: str) -> Tensor | None:
+        parameter = getattr(self, name)
+        if parameter is None:
+            return None
+        split = split_of(parameter)
+        return parameter.detach().clone() if split is None else split.gather(parameter)
+
+    def to_linear(self) -> nn.Linear:
+        """The whole layer as nn.Linear, on every rank; collective."""
+        weight, bias = self._whole("weight"), self._whole("bias")
+        assert weight is not None
+        made = nn.Linear(self.in_features, self.out_features, bias is not None, device="meta")
+        made.weight = nn.Parameter(
+            weight.t().contiguous() if self.transposed else weight, self.weight.requires_grad
+        )
+        if bias is not None and self.bias is not None:
+            made.bias = nn.Parameter(bias, self.bias.requires_grad)
+        return made.train(self.training)
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        weight = self.weight.t() if self.transposed else self.weight
+        return cast_for_autocast(x, weight, self.bias)  # type: ignore[no-any-return]
+
+    def _tokens(self, x: Tensor) -> None:
+        if x.ndim < 2:
+            raise InvalidArgumentError(
+                f"{type(self).__name__}: with sequence_parallel, x must be [tokens, hidden] or "
+                f"[batch, sequence, hidden], got {list(x.shape)}"
+            )
+
+    def extra_repr(self) -> str:
+        """As nn.Linear's, with what is split."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, rank {self.group.rank} of {self.group.size}"
+            + (", sequence_parallel=True" if self.sequence_parallel else "")
+        )
+
+
+class ColumnParallelLinear(SplitLinear):
+    """act(x·Wᵀ + b) with the outputs split: this rank computes `shard_bounds(out_features, ...)`.
+
+        x [..., in_features], equal on every rank     y [..., this rank's outputs]
+
+    Args:
+        in_features, out_features, bias: as nn.Linear; out_features need not be divisible.
+        group: a Group or one-dimensional DeviceMesh.
+        gather_output: give the whole y on every rank. Default: False.
+        sequence_parallel: x is this rank's shard along dimension -2; it is gathered first.
+        activation: None, "relu", "gelu", "gelu_tanh" or "silu"; in one pass with the product where
+            that pays. Default: None.
+        device, dtype: as nn.Linear.
+    Raises:
+        InvalidArgumentError: an unknown activation.
+    Cost: backward, one sum of x's gradient over the group (with sequence_parallel: forward a gather
+        of x, backward a reduce-scatter).
+    """
+
+    split_dim = 0
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group | DeviceMesh | None = None,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        activation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if activation is not None and activation not in ACTIVATIONS:
+            raise InvalidArgumentError(
+                f"ColumnParallelLinear: activation must be {', '.join(ACTIVATIONS)} or None, "
+                f"got {activation!r}"
+            )
+        super().__init__(in_features, out_features, bias, group, sequence_parallel, device, dtype)
+        self.gather_output, self.activation = gather_output, activation
+        self.shared_input: SharedInput | None = None  # with its siblings
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, group: Group | DeviceMesh | None = None, **options: Any
+    ) -> ColumnParallelLinear:
+        """This rank's part of a layer that every rank has whole; options as the constructor's."""
+        made = cls(
+            linear.in_features, linear.out_features, linear.bias is not None, group=group,
+            device="meta", **options,
+        )  # fmt: skip
+        made._take(linear, transposed=False, blocks=1)
+        return made
+
+    def enter(self, x: Tensor) -> Tensor:
+        """x as the split computation reads it: whole, its gradient summed over the group."""
+        if self.sequence_parallel:
+            self._tokens(x)
+            return gather_from_group(x, self.group, -2, grad="partial")
+        return copy_to_group(x, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's outputs, or all of them with gather_output."""
+        if self.shared_input is not None:
+            x, weight, bias = self._operands(self.shared_input.enter(x, self.enter))
+            y = linear(x, weight, bias, self.activation)
+        else:
+            x, weight, bias = self._operands(x)
+            check("ColumnParallelLinear", x, x.shape, weight, bias, self.activation, None, False)
+            tokens = None
+            if self.sequence_parallel:
+                self._tokens(x)
+                tokens = exchange.whole_length(x, x.ndim - 2, self.group)
+            y = _ColumnLinear.apply(x, weight, bias, self.activation, self.group, tokens)
+        return gather_from_group(y, self.group) if self.gather_output else y
+
+
+class RowParallelLinear(SplitLinear):
+    """x·Wᵀ + b with the inputs split: each rank has its part of x, and the products are summed.
+
+        x [..., this rank's inputs]     y [..., out_features], equal on every rank
+
+    Args:
+        in_features, out_features, bias: as nn.Linear; in_features need not be divisible. The bias
+            is whole on every rank, is added once, and its gradient is right on each.
+        group: a Group or one-dimensional DeviceMesh.
+        input_is_parallel: x is this rank's inputs, as a column layer gives them; else x is whole and
+            is cut first. Default: True.
+        sequence_parallel: y is this rank's shard along dimension -2.
+        device, dtype: as nn.Linear.
+    Cost: forward, one sum of y over the group (with sequence_parallel a reduce-scatter, and backward
+        a gather).
+    """
+
+    split_dim = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group: Group | DeviceMesh | None = None,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, group, sequence_parallel, device, dtype)
+        self.input_is_parallel = input_is_parallel
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, group: Group | DeviceMesh | None = None, **options: Any
+    ) -> RowParallelLinear:
+        """This rank's part of a layer that every rank has whole; options as the constructor's."""
+        made = cls(
+            linear.in_features, linear.out_features, linear.bias is not None, group=group,
+            device="meta", **options,
+        )  # fmt: skip
+        made._take(linear, transposed=False, blocks=1)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The whole outputs, or this rank's tokens of them with sequence_parallel."""
+        if not self.input_is_parallel:
+            x = scatter_to_group(x, self.group)
+        x, weight, bias = self._operands(x)
+        check("RowParallelLinear", x, x.shape, weight, bias, None, None, False)
+        if self.sequence_parallel:
+            self._tokens(x)
+        return _RowLinear.apply(  # type: ignore[no-any-return]
+            x, weight, bias, self.group, self.sequence_parallel
+        )

@@ -1,0 +1,104 @@
+"""How one tensor is cut over a group, and initial values that do not depend on the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from parallelkit.collectives import shard_bounds
+from parallelkit.group import Group
+from parallelkit.nn import exchange
+
+__all__ = ["Split", "draw_shard", "split_of"]
+
+Tensor = torch.Tensor
+
+# Drawn at a time: little beside any shard, and a multiple of what torch's generators do in one go.
+_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Split:
+    """A tensor cut along `dim` as `shard_bounds` does; with `blocks`, each of them for itself.
+
+    Fused projections [q | k | v] are three blocks: every rank has its part of each.
+    """
+
+    group: Group
+    dim: int
+    length: int
+    blocks: int = 1
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """This rank's parts of the whole."""
+        each = self.length // self.blocks
+        start, stop = shard_bounds(each, self.group.size, self.group.rank)
+        return [(block * each + start, block * each + stop) for block in range(self.blocks)]
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's shard of a whole tensor, as a copy."""
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges()]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(
+            memory_format=torch.contiguous_format
+        )
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """The whole tensor of every rank's shard; collective."""
+        each = self.length // self.blocks
+        parts = [
+            exchange.all_gather(part, self.dim, each, self.group)
+            for part in shard.detach().tensor_split(self.blocks, self.dim)
+        ]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]
+
+    def mark(self, parameter: Tensor) -> None:
+        """Let optimizers, checkpoints and gathering know that the parameter is a shard."""
+        parameter.tp_split = self  # type: ignore[attr-defined]
+        parameter.tp_group = self.group  # type: ignore[attr-defined]
+        parameter.tp_split_dim = self.dim  # type: ignore[attr-defined]
+
+
+def split_of(parameter: Tensor) -> Split | None:
+    """How a parameter is cut; None where every rank has all of it."""
+    return getattr(parameter, "tp_split", None)
+
+
+def draw_shard(
+    shard: Tensor, split: Split, fill: Callable[[Tensor], object]
+) -> None:
+    """Fill a shard of a matrix with its part of what `fill` draws for the whole.
+
+    The random numbers are drawn as for the whole, chunk by chunk on a CPU, so the gathered tensor is
+    the same at any number of ranks, and the generators stay alike on all of them.
+    """
+    shape = list(shard.shape)
+    shape[split.dim] = split.length
+    whole_rows = shard.device.type != "cpu"
+    with torch.no_grad():
+        for start, stop in _chunks(shape[0], shape[1], whole_rows):
+            drawn = shard.new_empty(stop - start, shape[1])
+            fill(drawn)
+            at = 0  # rows or columns of the shard that earlier ranges have
+            for first, last in split.ranges():
+                if split.dim == 1:
+                    shard[start:stop, at : at + last - first] = drawn[:, first:last]
+                elif first < stop and last > start:
+                    low, high = max(first, start), min(last, stop)
+                    here = at + low - first
+                    shard[here : here + high - low] = drawn[low - start : high - start]
+                at += last - first
+
+
+def _chunks(rows: int, columns: int, whole: bool) -> Iterator[tuple[int, int]]:
+    """Ranges of rows; each begins at a multiple of 16 elements and has at least as many."""
+    step = max(1, _CHUNK_ELEMENTS // max(1, columns) // _CHUNK_ROWS) * _CHUNK_ROWS
+    start = 0
+    while start < rows:
+        stop = start + step
+        if whole or rows - stop < _CHUNK_ROWS:
+            stop = rows
+        yield start, stop
+        start = stop

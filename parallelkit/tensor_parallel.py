@@ -1,0 +1,279 @@
+"""Whole models split over the ranks of a group, and back.
+
+`tensor_parallel` reads a plan (tp_plans.py), makes sure that every rank read the same one from the
+same model, and only then replaces modules by those of parallelkit.nn. What sequence parallelism and
+dropout need around the layers is in tp_regions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from parallelkit.errors import InvalidArgumentError, ParallelKitError
+from parallelkit.group import Group, default_group
+from parallelkit.nn import (
+    ColumnParallelLinear,
+    FeatureParallelEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    sum_gradients,
+)
+from parallelkit.nn.functional import copy_to_group, reduce_from_group
+from parallelkit.nn.shared_input import SharedInput
+from parallelkit.nn.split import split_of
+from parallelkit.tp_plans import COLUMN, EMBEDDING, ROW, Planned, is_attention, is_conv1d, resolve
+from parallelkit.tp_regions import check_sequence_parallel, mark_regions
+
+__all__ = ["gather_gradients", "gather_state_dict", "load_full_state_dict", "tensor_parallel"]
+
+Tensor = torch.Tensor
+Model = TypeVar("Model", bound=nn.Module)
+
+# What attention modules keep about all heads that their code applies to the projections' outputs.
+_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size", "all_head_size")
+
+
+def tensor_parallel(
+    model: Model,
+    group: Group | DeviceMesh | None = None,
+    plan: str | Mapping[str, str] = "auto",
+    sequence_parallel: bool = False,
+) -> Model:
+    """Split a model's linear layers and embeddings over a group, in place; collective.
+
+    Args:
+        model: the same on every rank: the modules named by the plan are nn.Linear, nn.Embedding or
+            transformers' Conv1D.
+        group: a Group or one-dimensional DeviceMesh. Default: all ranks.
+        plan: names of modules (`*` for one component) to styles: "colwise", "rowwise",
+            "colwise_gather_output", "rowwise_split_input", "packed_colwise", "packed_rowwise",
+            "embedding_rowwise", "embedding_colwise", "replicate",
+            "replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj". "auto" takes the
+            plan of a Hugging Face model, or the one this package has for GPT-2, BERT and OPT.
+        sequence_parallel: activations between the pairs of split layers are shards along dimension
+            -2. A Hugging Face model still takes whole token ids and gives whole logits; another
+            module takes and gives shards.
+    Returns:
+        The model. Every gradient is complete after `backward`, no further sums are needed.
+    Raises:
+        InvalidArgumentError: a plan this model or group size cannot follow (unknown names or
+            styles, heads that do not divide), or models or plans that differ between ranks; on
+            every rank, with nothing changed.
+    """
+    group = default_group(group)
+    fault: ParallelKitError | None = None
+    planned: list[Planned] = []
+    try:
+        planned = resolve(model, plan, group.size)
+        if sequence_parallel:
+            check_sequence_parallel(model, planned)
+    except InvalidArgumentError as error:
+        fault = error
+    _agree(group, model, planned, sequence_parallel, fault)
+    _replace(model, group, planned, sequence_parallel)
+    mark_regions(model, group, planned, sequence_parallel)
+    return model
+
+
+def _agree(
+    group: Group,
+    model: nn.Module,
+    planned: list[Planned],
+    sequence_parallel: bool,
+    fault: ParallelKitError | None,
+) -> None:
+    """Raise the same error on every rank if one cannot go on, or if they would do different things."""
+    what = (sequence_parallel, planned)
+    hashes = {} if fault else {name: _hash(t) for name, t in model.state_dict().items()}
+    told = group._gather_objects((str(fault) if fault else None, what, hashes))
+    for rank, (trouble, _, _) in enumerate(told):
+        if trouble is not None:
+            raise InvalidArgumentError(f"{trouble} [rank {rank} of {group.size}]") from fault
+    for rank, (_, theirs, values) in enumerate(told):
+        if theirs != told[0][1]:
+            raise InvalidArgumentError(
+                f"tensor_parallel: ranks 0 and {rank} have different plans; nothing was changed"
+            )
+        differing = [n for n in hashes if values.get(n) != told[0][2].get(n)]
+        if differing or values.keys() != told[0][2].keys():
+            raise InvalidArgumentError(
+                f"tensor_parallel: ranks 0 and {rank} have different models, beginning with "
+                f"{(differing or ['their lists of parameters'])[0]}; seed alike or load the same "
+                "checkpoint on every rank. Nothing was changed"
+            )
+
+
+def _hash(tensor: Tensor) -> tuple[object, ...]:
+    """Shape, dtype and the sum of all bits as integers: for telling models apart, cheaply."""
+    same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+    value = 0
+    if tensor.device.type != "meta" and tensor.numel() > 0:
+        flat = tensor.detach().contiguous().view(-1)
+        value = int(flat.view(same_size[tensor.element_size()]).sum(dtype=torch.int64))
+    return tuple(tensor.shape), str(tensor.dtype), value
+
+
+def _replace(
+    model: nn.Module, group: Group, planned: list[Planned], sequence_parallel: bool
+) -> None:
+    """Put split modules in the places of whole ones."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    made: dict[int, nn.Parameter] = {}  # whole parameter -> its shard, so that ties stay
+    whole: list[nn.Parameter] = []  # keeps the keys of `made` alive, and so unique
+    siblings: dict[str, list[ColumnParallelLinear]] = {}
+    stack = _inside_stack(model, planned)
+    for each in planned:
+        parent_name, _, child = each.name.rpartition(".")
+        old, parent = modules[each.name], modules[parent_name]
+        if each.style in (*COLUMN, *ROW, *EMBEDDING):
+            new = _split(old, group, each, sequence_parallel and each.name in stack)
+            for name, parameter in old._parameters.items():
+                if parameter is not None:
+                    whole.append(parameter)
+                    shard = made.setdefault(id(parameter), new._parameters[name])  # type: ignore[arg-type]
+                    new._parameters[name] = shard
+            setattr(parent, child, new)
+            if isinstance(new, ColumnParallelLinear):
+                siblings.setdefault(parent_name, []).append(new)
+        elif each.style == "replicated_with_grad_allreduce":
+            sum_gradients(old.parameters(), group)
+        elif each.style == "all_reduce":
+            old.register_forward_hook(lambda _, args, y: reduce_from_group(y, group))
+        elif each.style == "mla_kv_a_proj":
+            old.register_forward_hook(_rotary_gradient(model, group))
+    for module in model.modules():  # containers that hold a split parameter too
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in made:
+                module._parameters[name] = made[id(parameter)]
+    for parent_name, layers in siblings.items():
+        if len(layers) > 1 or sequence_parallel and is_attention(modules[parent_name]):
+            shared = SharedInput()
+            for layer in layers:
+                layer.shared_input = shared
+        if is_attention(modules[parent_name]) and not any(c.gather_output for c in layers):
+            for name in _COUNTS:
+                count = getattr(modules[parent_name], name, None)
+                if isinstance(count, int):
+                    setattr(modules[parent_name], name, count // group.size)
+
+
+def _inside_stack(model: nn.Module, planned: list[Planned]) -> set[str]:
+    """The planned modules that sequence parallelism reaches: in a transformers model its layers."""
+    from parallelkit.tp_regions import stack_of
+
+    stack = stack_of(model, planned)
+    return {p.name for p in planned if stack is None or p.name.startswith(f"{stack}.")}
+
+
+def _split(old: nn.Module, group: Group, each: Planned, sequence_parallel: bool) -> nn.Module:
+    """A module's part for this rank."""
+    if each.style in EMBEDDING:
+        assert isinstance(old, nn.Embedding)
+        kind = (
+            VocabParallelEmbedding
+            if each.style == "embedding_rowwise"
+            else FeatureParallelEmbedding
+        )
+        return kind.from_embedding(old, group)
+    weight = old.weight
+    assert isinstance(weight, Tensor)
+    outputs, inputs = weight.shape[::-1] if is_conv1d(old) else weight.shape
+    arguments = (inputs, outputs, old.bias is not None)
+    options: dict[str, Any] = {
+        "group": group,
+        "sequence_parallel": sequence_parallel,
+        "device": "meta",
+    }
+    new: ColumnParallelLinear | RowParallelLinear
+    if each.style in COLUMN:
+        options["gather_output"] = each.style == "colwise_gather_output"
+        new = ColumnParallelLinear(*arguments, **options)
+    else:
+        options["input_is_parallel"] = each.style != "rowwise_split_input"
+        new = RowParallelLinear(*arguments, **options)
+    new._take(old, transposed=is_conv1d(old), blocks=each.blocks)
+    return new
+
+
+def _rotary_gradient(model: nn.Module, group: Group) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    """Latent attention's rotary part goes to the split heads without a column layer on the way."""
+    rotary = int(getattr(model.config, "qk_rope_head_dim"))  # noqa: B009  type: ignore[union-attr]
+
+    def hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        latent, rotated = y.split([y.shape[-1] - rotary, rotary], dim=-1)
+        return torch.cat([latent, copy_to_group(rotated, group)], dim=-1)
+
+    return hook
+
+
+def gather_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the unsplit model, on every rank; collective.
+
+    For a Hugging Face model: `model.save_pretrained(path, state_dict=pk.gather_state_dict(model))`
+    on one rank.
+    """
+    state: dict[str, Tensor] = {}
+    gathered: dict[int, Tensor] = {}  # tied tensors stay one
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        split = split_of(tensor)
+        if id(tensor) not in gathered:
+            whole = split.gather(tensor) if split else tensor.detach().clone()
+            gathered[id(tensor)] = whole
+        state[name] = gathered[id(tensor)]
+    return state
+
+
+def gather_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The unsplit model's gradients by parameter name, on every rank; collective.
+
+    Parameters without a gradient on any rank are left out.
+    """
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        split, grad = split_of(parameter), parameter.grad
+        if split is not None:
+            if not any(split.group._gather_objects(grad is not None)):
+                continue
+            gradients[name] = split.gather(torch.zeros_like(parameter) if grad is None else grad)
+        elif grad is not None:
+            gradients[name] = grad.detach().clone()
+    return gradients
+
+
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Load the unsplit model's state dict into a split model: each rank takes its part.
+
+    Args:
+        model: split by `tensor_parallel`.
+        state_dict: of the unsplit model, equal on every rank; may be memory-mapped.
+    Raises:
+        InvalidArgumentError: missing or unexpected names, or shapes that do not fit; nothing was
+            loaded.
+    """
+    state = model.state_dict(keep_vars=True)
+    missing, unexpected = state.keys() - state_dict.keys(), state_dict.keys() - state.keys()
+    given = {id(state[name]) for name in state_dict.keys() & state.keys()}
+    missing = {name for name in missing if id(state[name]) not in given}  # one name of a tie will do
+    if missing or unexpected:
+        raise InvalidArgumentError(
+            f"load_full_state_dict: missing {sorted(missing)}, unexpected {sorted(unexpected)}; "
+            "nothing was loaded"
+        )
+    for name, value in state_dict.items():
+        split, shape = split_of(state[name]), list(state[name].shape)
+        if split is not None:
+            shape[split.dim] = split.length
+        if list(value.shape) != shape:
+            raise InvalidArgumentError(
+                f"load_full_state_dict: {name} must be {shape}, got {list(value.shape)}; "
+                "nothing was loaded"
+            )
+    with torch.no_grad():
+        for name, value in state_dict.items():
+            split = split_of(state[name])
+            state[name].copy_(value if split is None else split.take(value))

@@ -1,0 +1,253 @@
+"""Which module of a model is split how: plans, their styles, and whether a model can follow one.
+
+A plan maps names of modules to styles; `*` in a name stands for one component, such as a layer's
+number. The styles' names are those of Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from parallelkit.errors import InvalidArgumentError
+
+__all__ = ["Planned", "is_attention", "is_conv1d", "resolve"]
+
+COLUMN = ("colwise", "packed_colwise", "colwise_gather_output")
+ROW = ("rowwise", "packed_rowwise", "rowwise_split_input")
+EMBEDDING = ("embedding_rowwise", "embedding_colwise")
+OTHER = ("replicate", "replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj")
+STYLES = (*COLUMN, *ROW, *EMBEDDING, *OTHER)
+_OLD_NAMES = {
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_rep": "rowwise_split_input",
+    "rep": "replicate",
+}
+# torch.distributed.tensor.parallel's use of the same words.
+_ON_EMBEDDINGS = {"rowwise": "embedding_rowwise", "colwise": "embedding_colwise"}
+
+# For models whose configuration carries none; names begin inside the base model.
+_BLOCKS = {
+    "gpt2": {
+        "h.*.attn.c_attn": "packed_colwise",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+        "wte": "embedding_rowwise",
+    },
+    "bert": {
+        "encoder.layer.*.attention.self.query": "colwise",
+        "encoder.layer.*.attention.self.key": "colwise",
+        "encoder.layer.*.attention.self.value": "colwise",
+        "encoder.layer.*.attention.output.dense": "rowwise",
+        "encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.layer.*.output.dense": "rowwise",
+        "embeddings.word_embeddings": "embedding_rowwise",
+    },
+    "opt": {
+        "decoder.layers.*.self_attn.q_proj": "colwise",
+        "decoder.layers.*.self_attn.k_proj": "colwise",
+        "decoder.layers.*.self_attn.v_proj": "colwise",
+        "decoder.layers.*.self_attn.out_proj": "rowwise",
+        "decoder.layers.*.fc1": "colwise",
+        "decoder.layers.*.fc2": "rowwise",
+        "decoder.embed_tokens": "embedding_rowwise",
+    },
+}
+# Blocks in a fused projection: q, k and v in GPT-2, gate and up elsewhere.
+_PACKED = {"gpt2": 3}
+_HEADS = {"gpt2": "lm_head", "bert": "cls.predictions.decoder", "opt": "lm_head"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One module and how it is split."""
+
+    name: str
+    style: str
+    blocks: int = 1  # of a fused projection
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D: a linear layer whose weight is [in, out]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether its projections are cut into heads: by the name of its class, as everybody does."""
+    return "Attention" in type(module).__name__
+
+
+def resolve(model: nn.Module, plan: str | Mapping[str, str], size: int) -> list[Planned]:
+    """The modules to split over `size` ranks, in the model's order.
+
+    Raises:
+        InvalidArgumentError: no plan, an unknown style or name, or a module that cannot be split so.
+    """
+    entries, automatic = _entries(model, plan)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, str] = {}
+    for pattern, given in entries.items():
+        style = _OLD_NAMES.get(given, given)
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        names = [name for name in modules if expression.fullmatch(name)]
+        if style not in STYLES:
+            if names or any(expression.fullmatch(name) for name in parameters):
+                raise InvalidArgumentError(
+                    f"tensor_parallel: {pattern!r} has style {given!r}, which is not supported "
+                    f"(mixture-of-experts styles are not); known are {', '.join(STYLES)}"
+                )
+            continue  # for a part that this model does not have
+        if not names and not automatic:
+            raise InvalidArgumentError(
+                f"tensor_parallel: the plan's {pattern!r} matches no module of "
+                f"{type(model).__name__}; its modules are {_some(list(modules))}"
+            )
+        for name in names:
+            if type(modules[name]) is nn.Embedding:
+                style = _ON_EMBEDDINGS.get(style, style)
+            if found.setdefault(name, style) != style:
+                raise InvalidArgumentError(
+                    f"tensor_parallel: the plan has both {found[name]!r} and {style!r} for {name!r}"
+                )
+    _complete_ties(modules, found, automatic)
+    if not any(style in (*COLUMN, *ROW, *EMBEDDING) for style in found.values()):
+        raise InvalidArgumentError(
+            f"tensor_parallel: the plan splits nothing of {type(model).__name__}"
+        )
+    packed = _PACKED.get(getattr(getattr(model, "config", None), "model_type", ""), 2)
+    planned = [
+        Planned(name, found[name], packed if found[name].startswith("packed") else 1)
+        for name in modules
+        if name in found
+    ]
+    for each in planned:
+        _check(each, modules, getattr(model, "config", None), size)
+    return planned
+
+
+def _entries(model: nn.Module, plan: str | Mapping[str, str]) -> tuple[dict[str, str], bool]:
+    """A plan's patterns, from the top of the model, and whether they were found here."""
+    if isinstance(plan, Mapping):
+        return dict(plan), False
+    if plan != "auto":
+        raise InvalidArgumentError(
+            f'tensor_parallel: plan must be "auto" or a mapping of names to styles, got {plan!r}'
+        )
+    config = getattr(model, "config", None)
+    kind = getattr(config, "model_type", "")
+    base = getattr(model, "base_model_prefix", "")
+    prefix = f"{base}." if base and hasattr(model, base) else ""
+    own = dict(getattr(model, "_tp_plan", None) or {})
+    inside = getattr(config, "base_model_tp_plan", None) or _BLOCKS.get(kind, {})
+    entries = {prefix + name: style for name, style in inside.items()} | own
+    if kind in _HEADS and not own:
+        entries[_HEADS[kind]] = "colwise_gather_output"
+    if not entries:
+        raise InvalidArgumentError(
+            f"tensor_parallel: {type(model).__name__} carries no plan; pass one, such as "
+            '{"layers.*.up": "colwise", "layers.*.down": "rowwise"}'
+        )
+    return entries, True
+
+
+def _complete_ties(modules: dict[str, nn.Module], found: dict[str, str], automatic: bool) -> None:
+    """Split every module that shares a split weight, or none of them."""
+    owners: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(name)
+    for names in owners.values():
+        planned = [n for n in names if found.get(n) in (*COLUMN, *ROW, *EMBEDDING)]
+        others = [
+            n for n in names
+            if n not in planned and not any(p.startswith(f"{n}.") for p in planned)
+        ]  # fmt: skip
+        if not planned or len(set(names)) == 1:
+            continue
+        for name in others:
+            style = {nn.Embedding: "embedding_rowwise", nn.Linear: "colwise_gather_output"}.get(
+                type(modules[name])  # type: ignore[arg-type]
+            )
+            if style is not None and name not in found:
+                found[name] = style
+                planned.append(name)
+            elif automatic:  # such as an embedding that scales: then nothing that shares it is split
+                for each in planned:
+                    del found[each]
+                planned = []
+                break
+            else:
+                raise InvalidArgumentError(
+                    f"tensor_parallel: {name!r} shares a parameter with {planned[0]!r} but cannot "
+                    "be split with it; leave both out of the plan"
+                )
+        if len({_cut_dim(found[n]) for n in planned}) > 1:
+            raise InvalidArgumentError(
+                f"tensor_parallel: {' and '.join(map(repr, planned))} share a parameter, but the "
+                "plan cuts it along different dimensions"
+            )
+
+
+def _cut_dim(style: str) -> int:
+    """The dimension of a weight [out, in], or of a table [rows, features], that a style cuts."""
+    return 0 if style in COLUMN or style == "embedding_rowwise" else 1
+
+
+def _check(each: Planned, modules: dict[str, nn.Module], config: Any, size: int) -> None:
+    """Raise unless this module can be split so over `size` ranks."""
+    module, style = modules[each.name], each.style
+    if style in OTHER:
+        return
+    where = f"tensor_parallel: {each.name!r} ({style})"
+    if style in EMBEDDING:
+        plain = type(module) is nn.Embedding and not (
+            module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+        )
+        if not plain:
+            raise InvalidArgumentError(
+                f"{where} must be a plain nn.Embedding without max_norm, sparse or "
+                f"scale_grad_by_freq, got {module}"
+            )
+        return
+    if type(module) is not nn.Linear and not is_conv1d(module):
+        raise InvalidArgumentError(
+            f"{where} must be an nn.Linear, got {type(module).__name__}, "
+            "whose own computation would be lost"
+        )
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    outputs, inputs = weight.shape if not is_conv1d(module) else weight.shape[::-1]
+    length = outputs if style in COLUMN else inputs
+    if length % each.blocks:
+        raise InvalidArgumentError(f"{where} cannot be {each.blocks} blocks of {length} features")
+    parent = modules[each.name.rpartition(".")[0]]
+    if is_attention(parent) and style in ("colwise", "packed_colwise"):
+        for count in ("num_attention_heads", "num_key_value_heads"):
+            heads = _heads(parent, config, count)
+            if heads is not None and heads % size:
+                raise InvalidArgumentError(
+                    f"{where}: {heads} heads ({count}) cannot be split over {size} ranks; "
+                    f"use a group whose size divides {heads}, or leave attention out of the plan"
+                )
+
+
+def _heads(attention: nn.Module, config: Any, count: str) -> int | None:
+    names = (count, "num_heads", "n_head") if count == "num_attention_heads" else (count,)
+    for holder in (attention, config):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, int):
+                return value
+    return None
+
+
+def _some(names: list[str]) -> str:
+    shown = [name for name in names if name][:12]
+    return ", ".join(shown) + (", ..." if len(names) > 13 else "")
