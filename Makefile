@@ -8,7 +8,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 export PK_CPU ?= 1# where we develop, an extension that cannot be built is an error
 
 STEPS ?= 50
-SANITIZE ?= address undefined
+NATIVE_TESTS ?= tests/test_collectives.py
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .PHONY: help build test demo lint typecheck format dist sanitize clean
@@ -57,6 +57,15 @@ format: $(VENV)/.requirements ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	@$(BIN)/clang-format -i $(CXX_FILES)
+
+# Python itself is not instrumented, so the sanitizer's library has to be there before it starts, and
+# what Python never frees is not ours.
+sanitize: $(VENV)/.installed ## run the tests of the native code under AddressSanitizer and UBSan
+	@echo "== compiling csrc/ for the sanitizers"
+	@PK_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-lib build/sanitize
+	@echo "== running the tests of the native code under the sanitizers"
+	PYTHONPATH=build/sanitize LD_PRELOAD=$$($${CXX:-g++} -print-file-name=libasan.so) \
+		ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest $(NATIVE_TESTS)
 
 dist: $(VENV)/.requirements ## build sdist and wheel into dist/
 	@echo "== building sdist and wheel"
