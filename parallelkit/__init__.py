@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import testing
+    from . import nn, testing
     from .collectives import (
         Work,
         all_gather_flat,
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         weighted_all_reduce_,
         weighted_reduce_scatter,
     )
+    from .data_parallel import DataParallel
     from .errors import (
         CollectiveMismatchError,
         CollectiveTimeoutError,
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
         ReplicaMismatchError,
     )
     from .group import Group, init
+    from .nn.kernel_choice import use_kernels
+    from .tp.model import tensor_parallel
+    from .tp.state import gather_gradients, gather_state_dict, load_full_state_dict
 
 try:
     __version__ = version("parallelkit")
@@ -37,15 +41,22 @@ except PackageNotFoundError:  # run from the sources, not installed
 _HOMES = {
     "CollectiveMismatchError": "errors",
     "CollectiveTimeoutError": "errors",
+    "DataParallel": "data_parallel",
     "Group": "group",
     "ParallelKitError": "errors",
     "PeerLostError": "errors",
     "ReplicaMismatchError": "errors",
     "Work": "collectives",
     "all_gather_flat": "collectives",
+    "gather_gradients": "tp.state",
+    "gather_state_dict": "tp.state",
     "init": "group",
+    "load_full_state_dict": "tp.state",
+    "nn": "nn",
     "shard_bounds": "collectives",
+    "tensor_parallel": "tp.model",
     "testing": "testing",
+    "use_kernels": "nn.kernel_choice",
     "weighted_all_reduce_": "collectives",
     "weighted_reduce_scatter": "collectives",
 }
@@ -53,6 +64,7 @@ _HOMES = {
 __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "DataParallel",
     "Group",
     "ParallelKitError",
     "PeerLostError",
@@ -60,9 +72,15 @@ __all__ = [
     "Work",
     "__version__",
     "all_gather_flat",
+    "gather_gradients",
+    "gather_state_dict",
     "init",
+    "load_full_state_dict",
+    "nn",
     "shard_bounds",
+    "tensor_parallel",
     "testing",
+    "use_kernels",
     "weighted_all_reduce_",
     "weighted_reduce_scatter",
 ]

@@ -1,0 +1,352 @@
+"""How gradients become means: what happens around one run of autograd, on every rank alike."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from .buckets import GradientBuckets, Slot, Spec
+from .collectives import PreparedAllReduce, Weight, Work, as_number, weighted_all_reduce_
+from .errors import InvalidArgumentError, InvalidTypeError, ParallelKitError, UsageError
+from .group import Group
+
+__all__ = ["GradientSync", "broadcast"]
+
+_NO_TASK = -1  # what autograd calls its task outside of a backward pass
+_BACKWARD = "DataParallel.backward"
+
+
+class _Pass:
+    """One run of autograd, and what has come of it so far."""
+
+    def __init__(self, sync: bool, task: int | None, plain: bool) -> None:
+        self.sync = sync
+        self.task = task  # autograd's number for it; reentrant checkpoints run others inside it
+        self.plain = plain  # loss.backward(), not DataParallel.backward
+        self.received = False  # a gradient has come
+        self.works: list[Work] = []  # of the buckets that left, in order
+
+
+class GradientSync:
+    """Brings the gradients of a module's parameters into buckets, and the buckets to their mean.
+
+    A pass begins with `backward`, or when autograd reaches an output of the module in a plain
+    loss.backward(). Each gradient that autograd writes is folded into its bucket. In a pass that
+    syncs the buckets travel in their fixed order, as early as they are complete; last of all the
+    ranks tell each other which parameters they used. Every rank takes part in each of these
+    collectives once a synced pass, whatever happens to it: one that failed does so with a fault.
+
+    Args:
+        module: its parameters get hooks; they are gone with this object.
+        group: the ranks.
+        buckets: where the gradients go; without parameters yet.
+        overlap: whether buckets may travel while autograd runs.
+        broadcast_buffers: with each sync, buffers become those of the first rank that had work.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        buckets: GradientBuckets,
+        overlap: bool,
+        broadcast_buffers: bool,
+    ) -> None:
+        self.enabled = True  # False within no_sync
+        self._module, self._group, self._buckets = module, group, buckets
+        self._broadcast_buffers = broadcast_buffers
+        self._index: dict[Slot, int] = {}  # which bucket a slot lies in
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+        self._waiting = dict(module.named_parameters())  # in no bucket: frozen until now
+        self._place(list(self._waiting))
+        self._pass: _Pass | None = None
+        self._reduced = False  # the gradients are a mean that nobody has cleared
+        self._overlap = overlap
+        self._has_synced = False  # the first pass shows whether each gradient comes once
+
+    def _place(self, names: Sequence[str]) -> None:
+        """Give those of the parameters a bucket that are trainable on some rank. Collective."""
+        mine = [(Spec.of(n, self._waiting[n]), self._waiting[n].requires_grad) for n in names]
+        heard = self._group._gather_objects(mine)
+        members = []
+        for index, name in enumerate(names):
+            if any(rank[index][1] for rank in heard):
+                members.append((heard[0][index][0], self._waiting.pop(name)))
+        this = weakref.ref(self)
+        for slot in self._buckets.append(members):
+            parameter, trainable = slot.parameter, slot.parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen one takes no hook, and may thaw
+            hook = partial(_receive, this, slot)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            parameter.requires_grad_(trainable)
+        self._index = {
+            slot: index for index, bucket in enumerate(self._buckets) for slot in bucket.slots
+        }
+        flags = len(self._index) + self._group.size
+        # Who used which parameter, and which rank had work. A count of 2^40 elsewhere leaves 2^-40.
+        self._flags = self._group.empty(flags, dtype=torch.float64).zero_()
+        self._flags_reduction = PreparedAllReduce(self._flags, self._group, "sum")
+
+    def watch(self, output: Any) -> None:
+        """Notice a plain loss.backward() that begins at what the module gave."""
+        enter = partial(self._enter, self.enabled)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(enter)
+
+    def backward(
+        self, loss: torch.Tensor | None, weight: Weight, reduction: str, sync: bool
+    ) -> None:
+        """`DataParallel.backward`."""
+        self._finish_leftover()
+        this = _Pass(sync and self.enabled and not self._buckets.private, None, plain=False)
+        self._pass = this
+        try:
+            self._see_changes()
+            items = _checked(loss, weight, reduction)
+            self._begin()
+            self._refuse_second_mean(this)
+            if loss is not None and items > 0:
+                factor = self._buckets.open(items, reduction, loss.dtype)
+                hook = loss.register_hook(self._note_task)
+                try:
+                    torch.autograd.backward(loss, torch.full_like(loss, factor))
+                finally:
+                    hook.remove()
+            self._end(this)
+        except Exception as error:
+            self._abandon(error)
+            raise
+        finally:
+            self._pass = None
+
+    def get_ready(self) -> None:
+        """Before a forward pass: see what changed. Collective where parameters thawed."""
+        if torch._C._current_graph_task_id() == _NO_TASK:  # else a checkpoint runs it once more
+            self._finish_leftover()
+            self._see_changes()
+
+    def forget(self) -> None:
+        """Drop what was accumulated, and all gradients."""
+        self._buckets.reset()
+        self._reduced = False
+        for slot in self._index:
+            slot.show(None)
+
+    def _finish_leftover(self) -> None:
+        """End a plain loss.backward() that raised: now is the first chance to tell the others."""
+        if self._pass is not None:
+            self._abandon(UsageError("DataParallel: loss.backward() did not come to its end"))
+            self._pass = None
+
+    def _see_changes(self) -> None:
+        for slot in self._index:
+            parameter = slot.parameter
+            if parameter.dtype != slot.dtype or parameter.device.type != self._group.device.type:
+                raise UsageError(
+                    f"DataParallel: {slot.name} was {slot.dtype} on {self._group.device} when it "
+                    f"was wrapped and is {parameter.dtype} on {parameter.device} now; call "
+                    f".to(...) before wrapping [rank {self._group.rank} of {self._group.size}]"
+                )
+        thawed = [name for name, parameter in self._waiting.items() if parameter.requires_grad]
+        if thawed:
+            self._place(thawed)
+
+    def _begin(self, besides: Slot | None = None) -> None:
+        """Before the first gradient comes; the one of `besides` has come already."""
+        buckets = self._buckets
+        if (self._reduced or buckets.weight) and buckets.cleared(self._reduced, besides):
+            buckets.reset()
+            self._reduced = False
+        for bucket in buckets:
+            bucket.missing = sum(slot.parameter.requires_grad for slot in bucket.slots)
+
+    def _refuse_second_mean(self, this: _Pass) -> None:
+        if this.sync and self._reduced:
+            raise UsageError(
+                f"{_BACKWARD}: gradients already hold the mean of the last synced backward; call "
+                "zero_grad() after each step, and sync=False (or no_sync) for all micro-batches "
+                f"but the last [rank {self._group.rank} of {self._group.size}]"
+            )
+
+    def _enter(self, sync: bool, gradient: torch.Tensor) -> None:
+        """Autograd has reached an output of the module: a plain loss.backward() may have begun."""
+        if self._pass is None:
+            self._enter_plain(sync)
+
+    def _enter_plain(self, sync: bool, besides: Slot | None = None) -> _Pass:
+        task = torch._C._current_graph_task_id()
+        self._pass = _Pass(sync and not self._buckets.private, task, plain=True)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_plain)
+        self._begin(besides)
+        return self._pass
+
+    def _note_task(self, gradient: torch.Tensor) -> None:
+        assert self._pass is not None
+        self._pass.task = torch._C._current_graph_task_id()
+
+    def _receive(self, slot: Slot) -> None:
+        """Autograd has written a gradient."""
+        this = self._pass or self._enter_plain(self.enabled, slot)
+        if not this.received:
+            this.received = True
+            if this.plain:
+                self._refuse_second_mean(this)
+                self._buckets.open_plain()
+        index = self._index[slot]
+        if index < len(this.works):
+            self._overlap = False
+            raise UsageError(
+                f"{_BACKWARD}: a second gradient came for {slot.name} when its bucket had "
+                "left: it is shared with a part under reentrant checkpointing. Use "
+                "use_reentrant=False or DataParallel(overlap=False) "
+                f"[rank {self._group.rank} of {self._group.size}]"
+            )
+        slot.fold(self._buckets.private)
+        if torch._C._current_graph_task_id() != this.task:
+            self._overlap = False  # a reentrant checkpoint: another such may add to this one yet
+        self._buckets[index].missing -= 1
+        if this.sync and self._overlap and self._has_synced:
+            while (
+                len(this.works) < len(self._buckets) and not self._buckets[len(this.works)].missing
+            ):
+                self._start_next(this)
+
+    def _start_next(self, this: _Pass, fault: ParallelKitError | None = None) -> None:
+        """Let the next bucket travel; after the last one, who used what."""
+        buckets, index = self._buckets, len(this.works)
+        if index < len(buckets):
+            bucket = buckets[index]
+            bucket.settle(buckets.private)
+            work = bucket.reduction.start(buckets.weight, buckets.reference, fault)
+        else:
+            used = [slot.used for slot in self._index]
+            working = [rank == self._group.rank for rank in range(self._group.size)]
+            self._flags.copy_(torch.tensor([*used, *working]))  # not read where the weight is 0
+            work = self._flags_reduction.start(buckets.weight, 1.0, fault)
+        this.works.append(work)
+
+    def _end_plain(self) -> None:
+        """Autograd has ended a plain loss.backward(), or an autograd.grad() that left nothing."""
+        this = self._pass
+        if this is None or not this.plain:
+            return
+        try:
+            if this.received:
+                self._end(this)
+        except Exception as error:
+            self._abandon(error)
+            raise
+        finally:
+            self._pass = None
+
+    def _end(self, this: _Pass) -> None:
+        """All gradients of the pass are there. Collective if it syncs."""
+        buckets = self._buckets
+        if this.sync:
+            while len(this.works) <= len(buckets):
+                self._start_next(this)
+            errors = []
+            for work in this.works:
+                try:
+                    total = work.wait()
+                except ParallelKitError as error:
+                    errors.append(error)
+            this.sync = False  # from here on there is nothing left that others wait for
+            if errors:
+                self.forget()
+                raise errors[0]
+            self._show_means(total)
+        for bucket in buckets:
+            bucket.version = bucket.flat._version
+
+    def _show_means(self, total: torch.Tensor) -> None:
+        flags = iter(self._flags.tolist())
+        for bucket in self._buckets:
+            bucket.show_mean([next(flags) > 0 for _ in bucket.slots])
+        working = [rank for rank, flag in enumerate(flags) if flag > 0]
+        if self._broadcast_buffers and working:
+            broadcast(list(self._module.buffers()), working[0], self._group)
+        self._buckets.reset()
+        self._buckets.total_weight = total
+        self._reduced = self._has_synced = True
+
+    def _abandon(self, error: Exception) -> None:
+        """After a failure: take part in what is left of the sync, so that every rank raises."""
+        this = self._pass
+        assert this is not None
+        if this.sync and (this.received or not this.plain):
+            fault: ParallelKitError = UsageError(f"{_BACKWARD}: {type(error).__name__}: {error}")
+            if isinstance(error, (InvalidArgumentError, InvalidTypeError, UsageError)):
+                fault = error
+            with contextlib.suppress(ParallelKitError):
+                while len(this.works) <= len(self._buckets):
+                    self._start_next(this, fault)
+            for work in this.works:
+                with contextlib.suppress(ParallelKitError):
+                    work.wait()
+        if not self._reduced:
+            self.forget()
+
+
+def broadcast(tensors: Sequence[torch.Tensor], source: int, group: Group) -> None:
+    """Give every rank the tensors of rank `source`, bit by bit. Collective."""
+    distinct = {(t.data_ptr(), t.numel(), t.dtype): t.detach() for t in tensors if t.numel()}
+    floats = [t for t in distinct.values() if t.is_floating_point() or t.is_complex()]
+    others = [t for t in distinct.values() if not (t.is_floating_point() or t.is_complex())]
+    # float16 holds the value of any byte.
+    coded = [t.contiguous().view(-1).view(torch.uint8).half() for t in others]
+    if distinct:
+        weighted_all_reduce_([*floats, *coded], float(group.rank == source), group)
+    for tensor, code in zip(others, coded, strict=True):
+        tensor.copy_(code.to(torch.uint8).view(tensor.dtype).view(tensor.shape))
+
+
+def _receive(this: weakref.ref[GradientSync], slot: Slot, parameter: torch.Tensor) -> None:
+    """The hook of a parameter, which may outlive what syncs it."""
+    owner = this()
+    if owner is not None:
+        owner._receive(slot)
+
+
+def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _checked(loss: Any, weight: Weight, reduction: str) -> float:
+    """The weight as a number, once all arguments of `backward` make sense."""
+    items = as_number(_BACKWARD, weight)
+    if not 0 <= items < math.inf:
+        raise InvalidArgumentError(
+            f"{_BACKWARD}: weight must be finite and at least 0, got {items!r}; a rank with "
+            "nothing to add calls backward(None, weight=0)"
+        )
+    if reduction not in ("mean", "sum"):
+        raise InvalidArgumentError(
+            f'{_BACKWARD}: reduction must be "mean" or "sum", got {reduction!r}'
+        )
+    if loss is None:
+        if items > 0:
+            raise InvalidArgumentError(
+                f"{_BACKWARD}: loss may be None only with weight=0, got weight={items!r}"
+            )
+    elif not isinstance(loss, torch.Tensor):
+        raise InvalidTypeError(
+            f"{_BACKWARD}: loss must be a tensor or None, got {type(loss).__name__}"
+        )
+    elif loss.numel() != 1:
+        raise InvalidArgumentError(
+            f"{_BACKWARD}: loss must have one element, got shape {list(loss.shape)}; reduce it, "
+            "for example to loss.mean() with weight=loss.numel()"
+        )
+    return items
