@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
-import warnings
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,15 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import refuse
 from .errors import InvalidArgumentError, InvalidTypeError, UsageError
-from .ops import cpu
 from .transport import Transport
-from .transport.process_group import ProcessGroup
-from .transport.shared_memory import FileMapper, Mapper, MappingError, SharedMemory
-from .transport.watch import boot_id, pid_namespace
+from .transport.choose import choose_transport, usable_cores
+from .transport.shared_memory import Mapper, SharedMemory
 
 __all__ = ["Group", "init"]
 
-ALGORITHMS = ("auto", "ring", "direct", "reference")
 _DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
@@ -50,7 +46,8 @@ class Group:
         device: as given.
         id: a number of its own in this process.
         timeout: as given.
-        transport: "single", "shared-memory" (CPU ranks of one host) or "process-group".
+        transport: "single", "shared-memory" (CPU ranks of one host), "hierarchical" (shared memory
+            inside each of several hosts) or "process-group".
 
     Raises:
         InvalidArgumentError: an unknown algorithm, or one that differs between ranks.
@@ -71,7 +68,11 @@ class Group:
         self.size = process_group.size() if process_group is not None else 1
         self.device = _device(device, process_group)
         self.timeout = timeout or _DEFAULT_TIMEOUT
-        self._set_transport(self._choose_transport(algorithm))
+        self._set_transport(
+            choose_transport(
+                process_group, self.device, self.timeout, algorithm, self._gather_objects
+            )
+        )
 
     @classmethod
     def from_mesh(
@@ -97,7 +98,9 @@ class Group:
         group._process_group = None
         group.rank, group.size, group.device = rank, size, torch.device("cpu")
         group.timeout = timeout
-        group._set_transport(SharedMemory(rank, size, [0] * size, len(_cores()), mapper, timeout, ring=False))
+        group._set_transport(
+            SharedMemory(rank, size, [0] * size, len(usable_cores()), mapper, timeout, ring=False)
+        )
         return group
 
     def _set_transport(self, transport: Transport) -> None:
@@ -106,41 +109,6 @@ class Group:
         self._unusable: str | None = None
         self.id = next(_ids)
         _alive[self.id] = self
-
-    def _choose_transport(self, algorithm: str) -> Transport:
-        if algorithm == "auto":
-            algorithm = os.environ.get("PARALLELKIT_ALGORITHM", "auto")
-        here = (boot_id(), pid_namespace(), os.geteuid() if hasattr(os, "geteuid") else 0)
-        native = cpu is not None and self.device.type == "cpu"
-        facts = self._gather_objects((algorithm, here if native else None, os.getpid(), _cores()))
-        algorithms = [fact[0] for fact in facts]
-        if algorithm not in ALGORITHMS or len(set(algorithms)) > 1:
-            raise InvalidArgumentError(
-                f"Group: algorithm (or PARALLELKIT_ALGORITHM) must be {' or '.join(ALGORITHMS)} "
-                f"and the same on every rank, got {', '.join(algorithms)} on ranks 0 to "
-                f"{self.size - 1} [rank {self.rank} of {self.size}]"
-            )
-        one_host = all(fact[1] == facts[0][1] and fact[1] is not None for fact in facts)
-        if algorithm != "reference" and one_host:
-            mapper = FileMapper(self.rank, self.size, self._gather_objects)
-            try:
-                return SharedMemory(
-                    self.rank,
-                    self.size,
-                    [fact[2] for fact in facts],
-                    len(set().union(*(fact[3] for fact in facts))),
-                    mapper,
-                    self.timeout,
-                    ring=algorithm == "ring",
-                )
-            except MappingError as error:
-                if self.rank == 0:
-                    warnings.warn(
-                        f"parallelkit uses torch.distributed between ranks of one host: {error}",
-                        RuntimeWarning,
-                        stacklevel=3,
-                    )
-        return ProcessGroup(self._process_group, self.device, self.timeout)
 
     def _gather_objects(self, mine: Any) -> list[Any]:
         """Every rank's object, by rank: over the transport once there is one."""
@@ -260,7 +228,7 @@ def init(device: torch.device | str | None = None, timeout: timedelta = _DEFAULT
 
 
 def default_group(group: Group | DeviceMesh | None) -> Group:
-    """`group`, the one over a mesh of one dimension (made once, collective), or what `init` gives."""
+    """`group`, the one over a 1-D mesh (made once, collective), or what `init` gives."""
     if group is None:
         return init()
     if isinstance(group, Group):
@@ -287,13 +255,6 @@ def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) 
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _cores() -> set[int]:
-    """The processor cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
 
 
 def _sizes(shape: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:

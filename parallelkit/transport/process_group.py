@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeoutError, PeerLostError, UsageError
+from ..errors import ParallelKitError, UsageError
 from . import REDUCTIONS, Call, Reply
 from .watch import Watch
 
-__all__ = ["ProcessGroup"]
+__all__ = ["ProcessGroup", "reduce_scatter_single", "wide_dtype"]
 
 # The same function under its name of today and that of torch < 2.13.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Result = TypeVar("Result")
+
+# torch's own deadline comes after ours, which knows the ranks.
+_GRACE = timedelta(seconds=2)
 
 _OPERATIONS = {"barrier": 0, "exchange": 1, "all_reduce": 2, "reduce_scatter": 3, "all_gather": 4}
 
@@ -36,14 +41,16 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Background:
-    def __init__(self, future: Future[Reply]) -> None:
-        self._future = future
+    """A collective that runs on the transport's own thread."""
+
+    def __init__(self, transport: ProcessGroup, future: Future[Reply]) -> None:
+        self._transport, self._future = transport, future
 
     def done(self) -> bool:
         return self._future.done()
 
     def wait(self) -> Reply:
-        return self._future.result()
+        return self._transport._result(self._future)
 
 
 class ProcessGroup:
@@ -62,18 +69,23 @@ class ProcessGroup:
         self._device, self._timeout = device, timeout
         self._executor: ThreadPoolExecutor | None = None
         self._last: Future[Reply] | None = None
-        self._error: Exception | None = None
+        self._error: ParallelKitError | None = None
         self._rank, self._size = 0, 1
         self._group = None
         if process_group is not None:
             self._rank, self._size = process_group.rank(), process_group.size()
-            self._group = dist.new_group(
-                dist.get_process_group_ranks(process_group),
-                timeout=timeout,
-                backend=dist.get_backend(process_group),
-                use_local_synchronization=True,
-            )
+            self._backend = dist.get_backend(process_group)
+            self._group = self._new_group(dist.get_process_group_ranks(process_group))
             self._watch = Watch(self._group, timeout)
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        group = dist.new_group(
+            list(ranks),
+            timeout=self._timeout + _GRACE,
+            backend=self._backend,
+            use_local_synchronization=True,
+        )
+        return cast(dist.ProcessGroup, group)
 
     @property
     def broken(self) -> bool:
@@ -82,17 +94,67 @@ class ProcessGroup:
 
     # -- what torch.distributed does ---------------------------------------------------------
 
-    def _run(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """One torch.distributed collective, with a deadline and an error that names the rank."""
-        if self._group is None:
+    def _run(
+        self,
+        collective: Callable[..., Any],
+        *args: Any,
+        group: dist.ProcessGroup | None = None,
+        suspects: Sequence[int] = (),
+        **kwargs: Any,
+    ) -> None:
+        """One torch.distributed collective, with a deadline and an error that names the rank.
+
+        Args:
+            collective: a function of torch.distributed, and what it takes.
+            group: a part of this group that has it to itself, with `suspects` its other ranks.
+        """
+        self._check()
+        group = group if group is not None else self._group
+        if group is None:
             return
+        try:
+            work = collective(*args, group=group, async_op=True, **kwargs)
+            failed = self._watch.wait(work)
+        except KeyboardInterrupt:
+            self._interrupt()
+            raise
+        except RuntimeError as error:  # a connection that is known to be closed
+            failed = "peer_lost", error
+        if failed is not None:
+            kind, cause = failed
+            self._fail(kind, suspects, cause)
+
+    def _check(self) -> None:
+        """Raise if the group is broken or closed."""
         if self._error is not None:
             raise self._error
-        try:
-            self._watch.finish(collective(*args, group=self._group, async_op=True, **kwargs))
-        except (PeerLostError, CollectiveTimeoutError) as error:
-            self._error = error
-            raise
+        if self._group is not None and self._watch.called:
+            self._fail("peer_lost")
+
+    def _fail(
+        self, kind: str, suspects: Sequence[int] = (), cause: Exception | None = None
+    ) -> NoReturn:
+        """Break the group for good, and raise what all its ranks raise."""
+        self._error = self._watch.verdict(kind, suspects)
+        self._abandon()
+        raise self._error from cause
+
+    def _interrupt(self) -> None:
+        """Ctrl-C was pressed here: the peers must not wait for this rank."""
+        self._error = self._watch.verdict("interrupted", [self._rank])
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Let go of torch's group."""
+        group, self._group = self._group, None
+        if group is not None:
+            self._watch.close()
+            self._destroy(group)
+
+    @staticmethod
+    def _destroy(group: dist.ProcessGroup) -> None:
+        """End a group that may be stuck: torch waits until its last collective has timed out."""
+        threading.Thread(target=dist.destroy_process_group, args=(group,), daemon=True).start()
 
     def _gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         rows = [torch.empty_like(row) for _ in range(self._size)]
@@ -151,13 +213,22 @@ class ProcessGroup:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="parallelkit")
         self._last = self._executor.submit(self._all_reduce, prepared, call)
-        return _Background(self._last)
+        return _Background(self, self._last)
+
+    def _result(self, future: Future[Reply]) -> Reply:
+        try:
+            wait([future])
+        except KeyboardInterrupt:  # the thread that runs it gives up, because it was called
+            self._interrupt()
+            raise
+        return future.result()
 
     def _in_turn(self, collective: Callable[[], Result]) -> Result:
         """Run it here, after everything that was started before."""
         if self._last is not None:
-            self._last.exception()
-            self._last = None
+            last, self._last = self._last, None
+            with suppress(ParallelKitError):  # whoever waits for it hears of it
+                self._result(last)
         return collective()
 
     def _all_reduce(self, prepared: list[torch.Tensor], call: Call) -> Reply:
@@ -191,7 +262,7 @@ class ProcessGroup:
             return reply
         padded = self._padded(self._share(flat, coefficients[self._rank]), each * self._size)
         mine = padded[:each].clone()
-        self._run(_reduce_scatter, mine, padded)
+        self._run(reduce_scatter_single, mine, padded)
         shard.copy_(mine[: len(shard)])
         return reply
 
@@ -234,9 +305,13 @@ class ProcessGroup:
     def barrier(self) -> Reply:
         return self._in_turn(lambda: self._open("barrier", Call(0, 0, 1.0, 1.0, 0, False))[0])
 
-    def close(self) -> None:
+    def _finish_started(self) -> None:
+        """Wait for what runs in the background."""
         if self._executor is not None:
             self._executor.shutdown()
+
+    def close(self) -> None:
+        self._finish_started()
         if self._group is not None:
             self._watch.close()
             dist.destroy_process_group(self._group)

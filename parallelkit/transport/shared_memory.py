@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from ..errors import CollectiveTimeoutError, ParallelKitError, PeerLostError, UsageError
+from ..errors import ParallelKitError, UsageError
 from ..ops import DTYPE_CODES, cpu
 from . import Call, Reply
+from .watch import failure
 
 __all__ = ["FileMapper", "Mapper", "MappingError", "SharedMemory"]
 
@@ -33,19 +34,25 @@ class MappingError(ParallelKitError):
 
 
 class FileMapper:
-    """Segments in a file without a name: rank 0 makes it, the others open it through /proc.
+    """Segments in a file without a name: the host's first rank makes it, the others open it.
 
-    The file is a memfd; where PARALLELKIT_SHM_DIR names a folder, an unnamed file there.
+    The file is a memfd; where PARALLELKIT_SHM_DIR names a folder, an unnamed file there. The others
+    find it through /proc. Trouble on one host is trouble on all, so every rank of the group calls.
+
+    Args:
+        rank: in the group.
+        members: the ranks of this host, ascending.
+        gather: every rank's object, by rank of the group.
     """
 
-    def __init__(self, rank: int, size: int, gather: Gather) -> None:
-        self._rank, self._size, self._gather = rank, size, gather
+    def __init__(self, rank: int, members: Sequence[int], gather: Gather) -> None:
+        self._rank, self._members, self._gather = rank, members, gather
         self._folder = os.environ.get("PARALLELKIT_SHM_DIR", "")
 
     def __call__(self, slab_bytes: int) -> Any:
         """Map one slab of `slab_bytes` for each rank; MappingError on every rank if one fails."""
         assert cpu is not None
-        segment, size = cpu.Segment, self._size
+        segment, size, index = cpu.Segment, len(self._members), self._members.index(self._rank)
         with ExitStack() as stack:  # descriptors are closed, mappings stay
 
             def create() -> tuple[str, bytes]:
@@ -61,12 +68,12 @@ class FileMapper:
                 stack.callback(os.close, descriptor)
                 return int(descriptor)
 
-            path, secret = self._agree(create if self._rank == 0 else None)[1]
+            path, secret = self._agree(create if index == 0 else None)[1]
             descriptor, _ = self._agree(reach)
-            return self._agree(lambda: segment.map(descriptor, self._rank, size, slab_bytes))[0]
+            return self._agree(lambda: segment.map(descriptor, index, size, slab_bytes))[0]
 
     def _agree(self, step: Callable[[], Any] | None) -> tuple[Any, Any]:
-        """Run `step`; its result here and rank 0's, or the first rank's trouble on every rank."""
+        """Run `step`: its result here and on the host's first rank; one's trouble is all's."""
         result, trouble = None, ""
         try:
             result = step() if step else None
@@ -76,8 +83,8 @@ class FileMapper:
         heard = self._gather((told, trouble))
         for rank, (_, trouble) in enumerate(heard):
             if trouble:
-                raise MappingError(f"shared memory: {trouble} [rank {rank} of {self._size}]")
-        return result, heard[0][0]
+                raise MappingError(f"shared memory: {trouble} [rank {rank} of {len(heard)}]")
+        return result, heard[self._members[0]][0]
 
 
 def _available_bytes() -> int:
@@ -117,14 +124,20 @@ class SharedMemory:
     ) -> None:
         assert cpu is not None
         self.name = "shared-memory" if size > 1 else "single"
-        self.broken = False
         self._rank, self._size, self._timeout, self._mapper = rank, size, timeout, mapper
+        if size > cpu.max_ranks:
+            raise MappingError(f"{size} ranks on one host, {cpu.max_ranks} at most share memory")
         slot = _SLOT_BYTES if size > 1 else 0
         control = mapper(cpu.Communicator.control_bytes(size, slot))
         self._comm: Any = cpu.Communicator(
             control, rank, size, list(pids), cores, slot, timeout.total_seconds(), ring
         )
         self._segments = 0  # made so far: their names, equal on every rank
+
+    @property
+    def broken(self) -> bool:
+        """Whether a rank was lost; no call works any more."""
+        return self._comm is not None and bool(self._comm.broken)
 
     def _native(self) -> Any:
         if self._comm is None:
@@ -137,22 +150,9 @@ class SharedMemory:
             return Reply("done", total)
         assert cpu is not None
         outcome = cpu.outcomes[number]
-        self.broken = outcome in ("timeout", "peer_lost", "interrupted")
-        if outcome == "timeout":
-            late = f"rank {rank} did not arrive within {self._timeout.total_seconds():g} s"
-            if rank == self._rank:
-                late = f"this rank was late by more than {self._timeout.total_seconds():g} s"
-            raise CollectiveTimeoutError(f"{late} {self._whose()}", rank)
-        if outcome in ("peer_lost", "interrupted"):
-            what = "is gone" if outcome == "peer_lost" else "was interrupted"
-            raise PeerLostError(f"rank {rank} {what} {self._whose()}", rank)
+        if outcome in ("timeout", "peer_lost", "interrupted"):
+            raise failure(outcome, rank, self._rank, self._size, self._timeout)
         return Reply(outcome, total)
-
-    def _whose(self) -> str:
-        return (
-            f"[rank {self._rank} of {self._size}]; the group is broken, "
-            "restart the lost rank and call pk.init() on every rank"
-        )
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         numel = math.prod(shape)
@@ -176,17 +176,33 @@ class SharedMemory:
         task = self._native().start_all_reduce(prepared, *call, torch.get_num_threads())
         return _Background(self, task)
 
-    def reduce_scatter(self, prepared: Any, shard: torch.Tensor, call: Call) -> Reply:
-        return self._sharded(self._native().reduce_scatter, prepared, shard, call)
+    def reduce_scatter(
+        self, prepared: Any, shard: torch.Tensor, call: Call, unit_bytes: int = 0
+    ) -> Reply:
+        """As every transport; shards are whole multiples of `unit_bytes`, default one row."""
+        return self._sharded(self._native().reduce_scatter, prepared, shard, call, unit_bytes)
 
-    def all_gather(self, prepared: Any, shard: torch.Tensor, call: Call) -> Reply:
-        return self._sharded(self._native().all_gather, prepared, shard, call)
+    def all_gather(
+        self, prepared: Any, shard: torch.Tensor, call: Call, unit_bytes: int = 0
+    ) -> Reply:
+        """As every transport; shards as in `reduce_scatter`."""
+        return self._sharded(self._native().all_gather, prepared, shard, call, unit_bytes)
 
-    def _sharded(self, collective: Any, prepared: Any, shard: torch.Tensor, call: Call) -> Reply:
-        element_bytes = shard.element_size() * math.prod(shard.shape[1:])
+    def _sharded(
+        self, collective: Any, prepared: Any, shard: torch.Tensor, call: Call, unit_bytes: int
+    ) -> Reply:
+        unit = unit_bytes or shard.element_size() * math.prod(shard.shape[1:])
         return self._reply(
-            collective(prepared, shard.data_ptr(), element_bytes, *call, torch.get_num_threads())
+            collective(prepared, shard.data_ptr(), unit, *call, torch.get_num_threads())
         )
+
+    def measure_gradient(self, step: Any, call: Call) -> Reply:
+        """`step.squares` becomes the sum over what this rank owns (parallelkit.sharded_step)."""
+        return self._reply(self._native().measure_gradient(step, *call, torch.get_num_threads()))
+
+    def sharded_step(self, step: Any, call: Call) -> Reply:
+        """Update what this rank owns, on every rank."""
+        return self._reply(self._native().sharded_step(step, *call, torch.get_num_threads()))
 
     def exchange(self, message: bytes) -> tuple[Reply, list[bytes]]:
         result, messages = self._native().exchange(message)
@@ -196,7 +212,7 @@ class SharedMemory:
         return self._reply(self._native().barrier())
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes this rank has moved: those its arithmetic read and wrote, those staged beside it."""
+        """Bytes this rank has moved: what its arithmetic read and wrote; what was staged beside."""
         read, written, staged = self._native().traffic
         return read + written, staged
 

@@ -1,8 +1,9 @@
-"""Which rank is to blame when a torch.distributed collective does not end.
+"""Who is to blame when a collective does not end, and how the ranks come to say the same of it.
 
 Gloo reports a socket, not a rank, and a rank that merely waits for a broken neighbour reports
-nothing until its timeout. So a waiting rank looks at the processes of its own host, and once
-it gives up it says so in the store of the job: who does not answer there is the one.
+nothing until its timeout. So ranks speak through the store of the job. The first to give up calls;
+every rank's listener answers, even while the rank computes; who does not answer is dead or stopped,
+and who has begun fewer collectives than the others is late. The first verdict counts.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import CollectiveTimeoutError, PeerLostError
 
-__all__ = ["Watch", "boot_id", "pid_namespace"]
+__all__ = ["Watch", "boot_id", "failure", "pid_namespace"]
 
-_SLICE = timedelta(seconds=0.2)  # how often a waiting rank looks around
-_ANSWER_SECONDS = 0.5  # how long the others have to answer
+_SLICE_SECONDS = 0.2  # how often a waiting rank, and a listener, looks around
+_ANSWER_SECONDS = 0.5  # how long the others have to answer a call
+_STORE_SECONDS = 0.8  # how long the store has for all of it: it may be gone itself
+
+T = TypeVar("T")
 
 
 def boot_id() -> str:
@@ -42,12 +47,46 @@ def pid_namespace() -> str:
         return ""
 
 
+def failure(
+    kind: str, culprit: int, rank: int, size: int, timeout: timedelta
+) -> PeerLostError | CollectiveTimeoutError:
+    """The error of a broken group, as every transport words it.
+
+    Args:
+        kind: "timeout", "peer_lost" or "interrupted".
+        culprit: the rank that broke the group; -1: not known.
+        rank: this rank.
+        size: of the group.
+        timeout: of the group.
+    """
+    who = f"rank {culprit}" if culprit >= 0 else "a peer"
+    what = {
+        "timeout": f"{who} did not arrive within {timeout.total_seconds():g} s",
+        "peer_lost": f"{who} is gone",
+        "interrupted": f"{who} was interrupted",
+    }[kind]
+    if kind == "timeout" and culprit == rank:
+        what = f"this rank was late by more than {timeout.total_seconds():g} s"
+    error = CollectiveTimeoutError if kind == "timeout" else PeerLostError
+    return error(
+        f"{what} [rank {rank} of {size}]; the group is broken, "
+        "restart the lost rank and call pk.init() on every rank",
+        culprit,
+    )
+
+
 class Watch:
-    """Waits for collectives of one group and names the rank that fails them."""
+    """Waits for torch.distributed's collectives, and finds out which rank fails them.
+
+    Attributes:
+        begun: collectives of the group that this rank has entered; its owner counts them.
+        called: some rank has given up; the group is broken.
+    """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._rank, self._size, self._timeout = group.rank(), group.size(), timeout
         self._is_nccl = dist.get_backend(group) == "nccl"
+        self.begun, self.called = 0, False
         here = (boot_id(), pid_namespace())
         found: list[Any] = [None] * self._size
         dist.all_gather_object(found, (here, os.getpid()), group=group)
@@ -60,88 +99,114 @@ class Watch:
             }
         # torch has no public way to the store it was started with.
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.distributed_c10d.PrefixStore(f"parallelkit/{group.group_name}/", store)
+        self._store = dist.PrefixStore(f"parallelkit/{group.group_name}/", store)
+        self._closed = threading.Event()
+        threading.Thread(target=self._listen, name="parallelkit-watch", daemon=True).start()
 
     def close(self) -> None:
-        """Let go of the processes watched."""
+        """Let go of the processes watched, and listen no more."""
+        self._closed.set()
         for descriptor in self._processes.values():
             os.close(descriptor)
         self._processes = {}
 
-    def finish(self, work: dist.Work) -> None:
-        """Wait for `work`; PeerLostError or CollectiveTimeoutError if it cannot end well."""
+    def wait(self, work: dist.Work) -> tuple[str, Exception | None] | None:
+        """Wait for `work`: None, or what kind of failure there is, and what torch says of it."""
         if self._is_nccl:  # orders streams at once; its own watchdog has the deadline
             work.wait()
-            return
+            return None
         deadline = time.monotonic() + self._timeout.total_seconds()
-        while True:
+        while not self.called:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return "timeout", None
             try:
-                work.wait(_SLICE)
-                return
+                work.wait(timedelta(seconds=min(left, _SLICE_SECONDS)))
+                return None
             except RuntimeError as error:
                 if work.is_completed():
-                    self._lost(f"torch.distributed: {_first_line(error)}")
-            if self._dead() is not None or self._given_up():
-                self._lost("its peers gave up")
-            if time.monotonic() >= deadline:
-                self._late()
+                    return "peer_lost", error
+            if self._dead() is not None:
+                break
+        return "peer_lost", None
+
+    def verdict(self, kind: str, suspects: Sequence[int]) -> PeerLostError | CollectiveTimeoutError:
+        """Call the others and agree on who broke the group; the error that says so.
+
+        Args:
+            kind: what this rank saw: "timeout", "peer_lost", or "interrupted" (itself).
+            suspects: the ranks that it waited for, where it knows them; first in doubt.
+        """
+        dead = self._dead()
+        if kind == "interrupted":
+            suspects, sure = [self._rank], True
+        elif dead is not None:
+            kind, suspects, sure = "peer_lost", [dead], True
+        else:
+            sure = False
+        guess = suspects[0] if suspects else -1
+        if self._size > 1 and self._rank != 0 and guess < 0:
+            guess = 0  # the store is with rank 0, unless torchrun keeps it
+        kind, culprit = _within(
+            _STORE_SECONDS, lambda: self._agree(kind, suspects, sure), (kind, guess)
+        )
+        self.called = True
+        return failure(kind, culprit, self._rank, self._size, self._timeout)
+
+    def _agree(self, kind: str, suspects: Sequence[int], sure: bool) -> tuple[str, int]:
+        first = self._store.compare_set("called", "", kind).decode()  # the first to call saw why
+        kind = kind if sure else first
+        self._answer()
+        if not self._store.check(["verdict"]):
+            culprit = suspects[0] if sure else self._culprit(kind, suspects)
+            self._store.compare_set("verdict", "", f"{kind} {culprit}")
+        kind, rank = self._store.get("verdict").decode().split()
+        return kind, int(rank)
+
+    def _culprit(self, kind: str, suspects: Sequence[int]) -> int:
+        """Who does not answer; of those who all do, who is behind; -1 where nobody is."""
+        answers = [f"answer/{rank}" for rank in range(self._size)]
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < deadline and not self._store.check(["verdict"]):
+            if kind == "timeout" and self._store.check(answers):
+                break
+            time.sleep(0.05)
+        silent = [r for r in range(self._size) if not self._store.check([answers[r]])]
+        if silent:
+            return next((rank for rank in suspects if rank in silent), silent[0])
+        begun = [int(self._store.get(answer)) for answer in answers]
+        behind = begun.index(min(begun))
+        if min(begun) == max(begun):
+            return suspects[0] if suspects else -1
+        return behind
+
+    def _answer(self) -> None:
+        self._store.set(f"answer/{self._rank}", str(self.begun))
+
+    def _listen(self) -> None:
+        """Answer the first call, also while this rank computes."""
+        try:
+            while not self._closed.wait(_SLICE_SECONDS):
+                if self._store.check(["called"]):
+                    self._answer()
+                    self.called = True
+                    return
+        except RuntimeError:
+            return  # the store is gone, and so is the job
 
     def _dead(self) -> int | None:
         """A rank of this host whose process has ended."""
         for rank, descriptor in self._processes.items():
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
-            if poll.poll(0):
+            if any(events & select.POLLIN for _, events in poll.poll(0)):
                 return rank
         return None
 
-    def _lost(self, why: str) -> None:
-        dead = self._dead()
-        rank = dead if dead is not None else self._silent()
-        if dead is not None:
-            self._silent(wait=False)
-        who = f"rank {rank} is gone" if rank >= 0 else "the connection to a peer was lost"
-        raise PeerLostError(f"{who} ({why}) {self._whose()}", rank)
 
-    def _late(self) -> None:
-        rank = self._silent()
-        late = f"rank {rank}" if rank >= 0 else "a peer"
-        raise CollectiveTimeoutError(
-            f"{late} did not arrive within {self._timeout.total_seconds():g} s {self._whose()}",
-            rank,
-        )
-
-    def _whose(self) -> str:
-        return (
-            f"[rank {self._rank} of {self._size}]; the group is broken, "
-            "restart the lost rank and call pk.init() on every rank"
-        )
-
-    def _given_up(self) -> bool:
-        """Whether some rank has said in the store that it gave up."""
-        return bool(_within(_ANSWER_SECONDS, lambda: self._store.check(["broken"]), False))
-
-    def _silent(self, wait: bool = True) -> int:
-        """Say that this rank gave up; the first rank that does not say so too, or -1."""
-
-        def ask() -> int:
-            self._store.set("broken", "1")
-            self._store.set(f"gave-up/{self._rank}", "1")
-            missing = [rank for rank in range(self._size) if rank != self._rank]
-            deadline = time.monotonic() + _ANSWER_SECONDS
-            while missing and wait and time.monotonic() < deadline:
-                time.sleep(0.05)
-                missing = [r for r in missing if not self._store.check([f"gave-up/{r}"])]
-            return missing[0] if missing else -1
-
-        # The store does not answer when the process that holds it is the one that stopped; started
-        # by hand that is rank 0 (under torchrun it is the agent).
-        return int(_within(_ANSWER_SECONDS + 0.3, ask, 0 if self._rank != 0 else -1))
-
-
-def _within(seconds: float, ask: Any, otherwise: Any) -> Any:
+def _within(seconds: float, ask: Callable[[], T], otherwise: T) -> T:
     """ask(), or `otherwise` when it fails or takes too long: a store has no deadline of its own."""
-    answers: list[Any] = []
+    answers: list[T] = []
 
     def run() -> None:
         try:
@@ -153,7 +218,3 @@ def _within(seconds: float, ask: Any, otherwise: Any) -> Any:
     thread.start()
     thread.join(seconds)
     return answers[0] if answers else otherwise
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
