@@ -97,7 +97,7 @@ class Term:
         return total
 
     def scatter(self) -> Tensor:
-        """This rank's rows of the sum, as `shard_bounds` cuts dimension 0; gives the memory back."""
+        """This rank's rows of the sum, cut along dimension 0; gives the memory back."""
         rows, *rest = self.tensor.shape
         start, stop = shard_bounds(rows, self._group.size, self._group.rank)
         shard = self.tensor.new_empty(stop - start, *rest)
@@ -162,9 +162,8 @@ def all_gather(x: Tensor, dim: int, length: int, group: Group) -> Tensor:
     whole = shard.new_empty(length, *shard.shape[1:])
     if whole.numel() > 0:
         flat, transport = whole.view(length, -1), group._usable()
-        reply = transport.all_gather(
-            transport.prepare([flat]), shard.view(len(shard), flat.shape[1]), _call(flat, flat.shape)
-        )
+        mine = shard.view(len(shard), flat.shape[1])
+        reply = transport.all_gather(transport.prepare([flat]), mine, _call(flat, flat.shape))
         _check(reply, group, "all-gather", whole)
     return whole.movedim(0, dim).contiguous()
 

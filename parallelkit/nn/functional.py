@@ -7,8 +7,8 @@
     scatter_to_group          slice             gather
     reduce_scatter_to_group   reduce-scatter    gather
 
-Source: Shoeybi et al. 2019, "Megatron-LM" (the functions f and g); Korthikanti et al. 2022, "Reducing
-activation recomputation" (the sequence-parallel pairs).
+Source: Shoeybi et al. 2019, "Megatron-LM" (the functions f and g); Korthikanti et al. 2022,
+"Reducing activation recomputation in large transformer models" (the sequence-parallel pairs).
 """
 
 from __future__ import annotations
@@ -150,9 +150,7 @@ class _Reduce(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, dim: int, length: int, partial: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, length: int, partial: bool) -> Tensor:
         ctx.group, ctx.dim, ctx.partial = group, dim, partial
         return exchange.all_gather(x, dim, length, group)
 

@@ -369,12 +369,12 @@ class RowParallelLinear(SplitLinear):
         in_features, out_features, bias: as nn.Linear; in_features need not be divisible. The bias
             is whole on every rank, is added once, and its gradient is right on each.
         group: a Group or one-dimensional DeviceMesh.
-        input_is_parallel: x is this rank's inputs, as a column layer gives them; else x is whole and
-            is cut first. Default: True.
+        input_is_parallel: x is this rank's inputs, as a column layer gives them; else x is whole
+            and is cut first. Default: True.
         sequence_parallel: y is this rank's shard along dimension -2.
         device, dtype: as nn.Linear.
-    Cost: forward, one sum of y over the group (with sequence_parallel a reduce-scatter, and backward
-        a gather).
+    Cost: forward, one sum of y over the group (with sequence_parallel a reduce-scatter, and
+        backward a gather).
     """
 
     split_dim = 1

@@ -33,8 +33,8 @@ def vocab_parallel_cross_entropy(
         logits_shard [..., V/R]     target [...]     ε label_smoothing, lse = log Σ exp z
         loss = lse − (1−ε)·z_target − ε/V·Σ z
 
-    Each rank sends four numbers a token: its maximum, its sum of exponentials, its share of z_target
-    and of Σ z.
+    Each rank sends four numbers a token: its maximum, its sum of exponentials, its share of
+    z_target and of Σ z.
 
     Args:
         logits_shard: this rank's classes, cut as `shard_bounds` does, last dimension; float. What

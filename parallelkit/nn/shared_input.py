@@ -25,7 +25,7 @@ class SharedInput:
         self._last = None
 
     def enter(self, x: Tensor, entrance: Callable[[Tensor], Tensor]) -> Tensor:
-        """`entrance(x)`, or what it gave for the same x before; x itself where it came from here."""
+        """`entrance(x)`, or what it gave for this x before; x itself where it came from here."""
         if torch.compiler.is_compiling():
             return entrance(x)
         differentiable = torch.is_grad_enabled() and x.requires_grad

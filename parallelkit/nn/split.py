@@ -41,8 +41,10 @@ class Split:
     def take(self, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor, as a copy."""
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges()]
-        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(
-            memory_format=torch.contiguous_format
+        return (
+            torch.cat(parts, self.dim)
+            if len(parts) > 1
+            else parts[0].clone(memory_format=torch.contiguous_format)
         )
 
     def gather(self, shard: Tensor) -> Tensor:
@@ -66,13 +68,11 @@ def split_of(parameter: Tensor) -> Split | None:
     return getattr(parameter, "tp_split", None)
 
 
-def draw_shard(
-    shard: Tensor, split: Split, fill: Callable[[Tensor], object]
-) -> None:
+def draw_shard(shard: Tensor, split: Split, fill: Callable[[Tensor], object]) -> None:
     """Fill a shard of a matrix with its part of what `fill` draws for the whole.
 
-    The random numbers are drawn as for the whole, chunk by chunk on a CPU, so the gathered tensor is
-    the same at any number of ranks, and the generators stay alike on all of them.
+    The random numbers are drawn as for the whole, chunk by chunk on a CPU, so the gathered tensor
+    is the same at any number of ranks, and the generators stay alike on all of them.
     """
     shape = list(shard.shape)
     shape[split.dim] = split.length

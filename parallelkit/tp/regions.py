@@ -2,9 +2,9 @@
 
     whole tokens → scatter → [ layer: norm → gather → attention → reduce-scatter → ... ] → gather
 
-With sequence parallelism the stack of a Hugging Face model's layers works on shards of the sequence.
-Attention modules shape their outputs by their inputs, so the gather happens at their entrance, not
-in their projections.
+With sequence parallelism the stack of a Hugging Face model's layers works on shards of the
+sequence. Attention modules shape their outputs by their inputs, so the gather happens at their
+entrance, not in their projections.
 
 Dropout between a column and a row layer acts on split activations, and must differ by rank; after
 the row layer it acts on replicated ones, and must not. Inside a sequence-parallel stack it acts on
@@ -24,7 +24,7 @@ from parallelkit.nn import ColumnParallelLinear, RowParallelLinear, sum_gradient
 from parallelkit.nn.functional import gather_from_group, scatter_to_group
 from parallelkit.nn.random import SplitRandom
 from parallelkit.nn.split import split_of
-from parallelkit.tp_plans import COLUMN, ROW, Planned, is_attention
+from parallelkit.tp.plans import COLUMN, ROW, Planned, is_attention
 
 __all__ = ["check_sequence_parallel", "mark_regions", "stack_of"]
 

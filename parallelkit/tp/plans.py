@@ -86,7 +86,7 @@ def resolve(model: nn.Module, plan: str | Mapping[str, str], size: int) -> list[
     """The modules to split over `size` ranks, in the model's order.
 
     Raises:
-        InvalidArgumentError: no plan, an unknown style or name, or a module that cannot be split so.
+        InvalidArgumentError: no plan, an unknown style or name, or what cannot be split so.
     """
     entries, automatic = _entries(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -173,12 +173,14 @@ def _complete_ties(modules: dict[str, nn.Module], found: dict[str, str], automat
             continue
         for name in others:
             style = {nn.Embedding: "embedding_rowwise", nn.Linear: "colwise_gather_output"}.get(
-                type(modules[name])  # type: ignore[arg-type]
+                type(modules[name])
             )
             if style is not None and name not in found:
                 found[name] = style
                 planned.append(name)
-            elif automatic:  # such as an embedding that scales: then nothing that shares it is split
+            elif (
+                automatic
+            ):  # such as an embedding that scales: then nothing that shares it is split
                 for each in planned:
                     del found[each]
                 planned = []

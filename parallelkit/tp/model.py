@@ -1,8 +1,7 @@
-"""Whole models split over the ranks of a group, and back.
+"""Whole models split over the ranks of a group.
 
-`tensor_parallel` reads a plan (tp_plans.py), makes sure that every rank read the same one from the
-same model, and only then replaces modules by those of parallelkit.nn. What sequence parallelism and
-dropout need around the layers is in tp_regions.py.
+`tensor_parallel` reads a plan, makes sure that every rank read the same one from the same model,
+and only then replaces modules by those of parallelkit.nn.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from parallelkit.nn import (
 )
 from parallelkit.nn.functional import copy_to_group, reduce_from_group
 from parallelkit.nn.shared_input import SharedInput
-from parallelkit.nn.split import split_of
-from parallelkit.tp_plans import COLUMN, EMBEDDING, ROW, Planned, is_attention, is_conv1d, resolve
-from parallelkit.tp_regions import check_sequence_parallel, mark_regions
+from parallelkit.tp.plans import COLUMN, EMBEDDING, ROW, Planned, is_attention, is_conv1d, resolve
+from parallelkit.tp.regions import check_sequence_parallel, mark_regions, stack_of
 
-__all__ = ["gather_gradients", "gather_state_dict", "load_full_state_dict", "tensor_parallel"]
+__all__ = ["tensor_parallel"]
 
 Tensor = torch.Tensor
 Model = TypeVar("Model", bound=nn.Module)
@@ -87,7 +85,7 @@ def _agree(
     sequence_parallel: bool,
     fault: ParallelKitError | None,
 ) -> None:
-    """Raise the same error on every rank if one cannot go on, or if they would do different things."""
+    """Raise the same error on every rank if one cannot go on, or if they would differ."""
     what = (sequence_parallel, planned)
     hashes = {} if fault else {name: _hash(t) for name, t in model.state_dict().items()}
     told = group._gather_objects((str(fault) if fault else None, what, hashes))
@@ -164,8 +162,6 @@ def _replace(
 
 def _inside_stack(model: nn.Module, planned: list[Planned]) -> set[str]:
     """The planned modules that sequence parallelism reaches: in a transformers model its layers."""
-    from parallelkit.tp_regions import stack_of
-
     stack = stack_of(model, planned)
     return {p.name for p in planned if stack is None or p.name.startswith(f"{stack}.")}
 
@@ -209,71 +205,3 @@ def _rotary_gradient(model: nn.Module, group: Group) -> Callable[[nn.Module, Any
         return torch.cat([latent, copy_to_group(rotated, group)], dim=-1)
 
     return hook
-
-
-def gather_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the unsplit model, on every rank; collective.
-
-    For a Hugging Face model: `model.save_pretrained(path, state_dict=pk.gather_state_dict(model))`
-    on one rank.
-    """
-    state: dict[str, Tensor] = {}
-    gathered: dict[int, Tensor] = {}  # tied tensors stay one
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        split = split_of(tensor)
-        if id(tensor) not in gathered:
-            whole = split.gather(tensor) if split else tensor.detach().clone()
-            gathered[id(tensor)] = whole
-        state[name] = gathered[id(tensor)]
-    return state
-
-
-def gather_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The unsplit model's gradients by parameter name, on every rank; collective.
-
-    Parameters without a gradient on any rank are left out.
-    """
-    gradients: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        split, grad = split_of(parameter), parameter.grad
-        if split is not None:
-            if not any(split.group._gather_objects(grad is not None)):
-                continue
-            gradients[name] = split.gather(torch.zeros_like(parameter) if grad is None else grad)
-        elif grad is not None:
-            gradients[name] = grad.detach().clone()
-    return gradients
-
-
-def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Load the unsplit model's state dict into a split model: each rank takes its part.
-
-    Args:
-        model: split by `tensor_parallel`.
-        state_dict: of the unsplit model, equal on every rank; may be memory-mapped.
-    Raises:
-        InvalidArgumentError: missing or unexpected names, or shapes that do not fit; nothing was
-            loaded.
-    """
-    state = model.state_dict(keep_vars=True)
-    missing, unexpected = state.keys() - state_dict.keys(), state_dict.keys() - state.keys()
-    given = {id(state[name]) for name in state_dict.keys() & state.keys()}
-    missing = {name for name in missing if id(state[name]) not in given}  # one name of a tie will do
-    if missing or unexpected:
-        raise InvalidArgumentError(
-            f"load_full_state_dict: missing {sorted(missing)}, unexpected {sorted(unexpected)}; "
-            "nothing was loaded"
-        )
-    for name, value in state_dict.items():
-        split, shape = split_of(state[name]), list(state[name].shape)
-        if split is not None:
-            shape[split.dim] = split.length
-        if list(value.shape) != shape:
-            raise InvalidArgumentError(
-                f"load_full_state_dict: {name} must be {shape}, got {list(value.shape)}; "
-                "nothing was loaded"
-            )
-    with torch.no_grad():
-        for name, value in state_dict.items():
-            split = split_of(state[name])
-            state[name].copy_(value if split is None else split.take(value))

@@ -1,0 +1,85 @@
+"""Between a split model and the unsplit one: weights and gradients, gathered and cut again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from parallelkit.errors import InvalidArgumentError
+from parallelkit.nn.split import split_of
+
+__all__ = ["gather_gradients", "gather_state_dict", "load_full_state_dict"]
+
+Tensor = torch.Tensor
+
+
+def gather_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the unsplit model, on every rank; collective.
+
+    For a Hugging Face model: `model.save_pretrained(path, state_dict=pk.gather_state_dict(model))`
+    on one rank.
+    """
+    state: dict[str, Tensor] = {}
+    gathered: dict[int, Tensor] = {}  # tied tensors stay one
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        split = split_of(tensor)
+        if id(tensor) not in gathered:
+            whole = split.gather(tensor) if split else tensor.detach().clone()
+            gathered[id(tensor)] = whole
+        state[name] = gathered[id(tensor)]
+    return state
+
+
+def gather_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The unsplit model's gradients by parameter name, on every rank; collective.
+
+    Parameters without a gradient on any rank are left out.
+    """
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        split, grad = split_of(parameter), parameter.grad
+        if split is not None:
+            if not any(split.group._gather_objects(grad is not None)):
+                continue
+            gradients[name] = split.gather(torch.zeros_like(parameter) if grad is None else grad)
+        elif grad is not None:
+            gradients[name] = grad.detach().clone()
+    return gradients
+
+
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Load the unsplit model's state dict into a split model: each rank takes its part.
+
+    Args:
+        model: split by `tensor_parallel`.
+        state_dict: of the unsplit model, equal on every rank; may be memory-mapped.
+    Raises:
+        InvalidArgumentError: missing or unexpected names, or shapes that do not fit; nothing was
+            loaded.
+    """
+    state = model.state_dict(keep_vars=True)
+    missing, unexpected = state.keys() - state_dict.keys(), state_dict.keys() - state.keys()
+    given = {id(state[name]) for name in state_dict.keys() & state.keys()}
+    missing = {
+        name for name in missing if id(state[name]) not in given
+    }  # ties need one name
+    if missing or unexpected:
+        raise InvalidArgumentError(
+            f"load_full_state_dict: missing {sorted(missing)}, unexpected {sorted(unexpected)}; "
+            "nothing was loaded"
+        )
+    for name, value in state_dict.items():
+        split, shape = split_of(state[name]), list(state[name].shape)
+        if split is not None:
+            shape[split.dim] = split.length
+        if list(value.shape) != shape:
+            raise InvalidArgumentError(
+                f"load_full_state_dict: {name} must be {shape}, got {list(value.shape)}; "
+                "nothing was loaded"
+            )
+    with torch.no_grad():
+        for name, value in state_dict.items():
+            split = split_of(state[name])
+            state[name].copy_(value if split is None else split.take(value))
