@@ -27,8 +27,10 @@ if TYPE_CHECKING:
         PeerLostError,
         ReplicaMismatchError,
     )
+    from .grad_scaler import GradScaler
     from .group import Group, init
     from .nn.kernel_choice import use_kernels
+    from .optimizer import ShardedAdamW
     from .tp.model import tensor_parallel
     from .tp.state import gather_gradients, gather_state_dict, load_full_state_dict
 
@@ -42,10 +44,12 @@ _HOMES = {
     "CollectiveMismatchError": "errors",
     "CollectiveTimeoutError": "errors",
     "DataParallel": "data_parallel",
+    "GradScaler": "grad_scaler",
     "Group": "group",
     "ParallelKitError": "errors",
     "PeerLostError": "errors",
     "ReplicaMismatchError": "errors",
+    "ShardedAdamW": "optimizer",
     "Work": "collectives",
     "all_gather_flat": "collectives",
     "gather_gradients": "tp.state",
@@ -65,10 +69,12 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "DataParallel",
+    "GradScaler",
     "Group",
     "ParallelKitError",
     "PeerLostError",
     "ReplicaMismatchError",
+    "ShardedAdamW",
     "Work",
     "__version__",
     "all_gather_flat",

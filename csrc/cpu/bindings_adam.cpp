@@ -34,11 +34,13 @@ void bind_adam(py::module_& module) {
              self.parameters.push_back(p);
            })
       .def("add_piece",
-           [](ShardedStep& self, std::uint32_t parameter, std::uint64_t first, std::uint64_t count,
-              std::uintptr_t master, int kind, const Moments3& moments, const Moments3& scales) {
+           [](ShardedStep& self, std::uint32_t parameter, std::uint32_t number, std::uint64_t first,
+              std::uint64_t count, std::uintptr_t master, int kind, const Moments3& moments,
+              const Moments3& scales) {
              const auto [m, v, x] = moments;
              const auto [ms, vs, xs] = scales;
              self.pieces.push_back({parameter,
+                                    number,
                                     first,
                                     count,
                                     pointer<float>(master),

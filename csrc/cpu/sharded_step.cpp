@@ -122,7 +122,7 @@ void ShardedStep::update(const OwnedPiece& piece, std::uint64_t from, std::uint6
   skip(m.max_exp_avg_sq, m.max_exp_avg_sq_scale);
   float* master = piece.master ? piece.master + from : nullptr;
   kernels().adam({setting.adam, gradient.sum, p.dtype, p.stochastic && !master, own, master, m,
-                  outputs, out, count, first / kMomentBlock, setting.count, piece.parameter});
+                  outputs, out, count, first / kMomentBlock, setting.count, piece.number});
 
   const std::uint64_t moments = bytes * (m.max_exp_avg_sq ? 3 : 2);
   const std::uint64_t value = master ? sizeof(float) : size_of(p.dtype);

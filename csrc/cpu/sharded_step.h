@@ -33,7 +33,8 @@ struct StepSetting {
 
 // What this rank owns of one parameter: `count` elements from `first` on, and their state.
 struct OwnedPiece {
-  std::uint32_t parameter;  // index of a StepParameter; also keys the random bits
+  std::uint32_t parameter;  // index of a StepParameter
+  std::uint32_t number;     // of the parameter, equal at any world size: keys the random bits
   std::uint64_t first;      // a multiple of kMomentBlock
   std::uint64_t count;
   float* master;  // or null

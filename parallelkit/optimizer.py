@@ -1,0 +1,624 @@
+"""AdamW whose state is sharded over the ranks of a group."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from .adamw import MOMENTS, Setting, encode
+from .data_parallel import DataParallel
+from .errors import (
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    ParallelKitError,
+    UsageError,
+)
+from .group import Group, default_group
+from .ops import DTYPE_CODES
+from .optimizer_state import Buffer, Member, flat_view, gathered, local_of, move, new_state, place
+from .sharded_step import Squares, Step, Work, is_split, make_step
+
+__all__ = ["ShardedAdamW"]
+
+_STATE_DTYPES = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.bfloat16,
+    "int8": torch.int8,
+    torch.int8: torch.int8,
+}
+
+
+class _Facts(NamedTuple):
+    """What a rank tells the others before a step."""
+
+    used: bytes  # for each parameter, whether it has a gradient here
+    weight: float  # items that this rank's gradients stand for
+    settings: int  # hash of all hyper-parameters
+    fault: ParallelKitError | None
+
+
+class ShardedAdamW(Optimizer):
+    """torch.optim.AdamW with 1/R of the state on each of R ranks.
+
+    Each rank updates the elements it owns and writes them to every rank, so replicas are equal to
+    the bit. Making one, `step`, `state_dict`, `load_state_dict` and `add_param_group` are collective.
+
+    Without `data_parallel`, gradients are taken as they stand in `.grad`: averaged over the ranks by
+    `pk.DataParallel` or torch DDP. With it, `backward` leaves gradients local (`.grad` is None) and
+    `step` does reduce-scatter, AdamW and all-gather in one pass; averaged gradients are never stored.
+
+    Args:
+        params: as for torch.optim.AdamW: tensors, (name, tensor) pairs, or groups as dicts. Equal on
+            every rank. They move into memory that all ranks of the host reach.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as there.
+        group: the ranks. Default: `data_parallel`'s, or all (`pk.init()`).
+        data_parallel: a `pk.DataParallel` that holds the parameters.
+        max_grad_norm: clip the global gradient to this L2 norm, inside the step.
+        state_dtype: torch.float32; torch.bfloat16, stochastically rounded; or "int8", 256 elements
+            to a scale, where a parameter has at least 4096. Float64 parameters have float64 state.
+        master_weights: keep float32 masters of bfloat16 and float16 parameters. Default "auto": yes.
+            Without, bfloat16 parameters are rounded stochastically.
+        skip_nonfinite: a gradient that is not finite, on any rank, makes every rank skip the step.
+        foreach, fused: of no effect here; a warning says so.
+
+    Attributes:
+        averages: whether `step` averages the gradients, that is with `data_parallel`.
+        last_grad_norm: of the last step before clipping, 0-dim float64; None where not measured.
+        skipped_steps: steps that a gradient that was not finite cost.
+
+    Raises:
+        InvalidArgumentError, InvalidTypeError: a bad option or parameter.
+        CollectiveMismatchError: ranks differ in parameters, options, or in who has a gradient.
+
+    Source: Loshchilov and Hutter 2019 (AdamW); Rajbhandari et al. 2020 (ZeRO).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        group: Group | None = None,
+        data_parallel: DataParallel | None = None,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: bool | str = "auto",
+        skip_nonfinite: bool = True,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        if foreach is not None or fused is not None:
+            warnings.warn(
+                "ShardedAdamW has one implementation; foreach and fused do nothing", stacklevel=2
+            )
+        if data_parallel is not None and not isinstance(data_parallel, DataParallel):
+            raise InvalidTypeError(
+                "ShardedAdamW: data_parallel must be a parallelkit.DataParallel, got "
+                f"{type(data_parallel).__name__}; for torch DDP leave it out"
+            )
+        if state_dtype not in _STATE_DTYPES:
+            raise InvalidArgumentError(
+                'ShardedAdamW: state_dtype must be torch.float32, torch.bfloat16 or "int8", '
+                f"got {state_dtype!r}"
+            )
+        if master_weights not in ("auto", True, False):
+            raise InvalidArgumentError(
+                f'ShardedAdamW: master_weights must be "auto", True or False, got {master_weights!r}'
+            )
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise InvalidArgumentError(
+                f"ShardedAdamW: max_grad_norm must be above 0 or None, got {max_grad_norm}"
+            )
+        self.group = group or (data_parallel.group if data_parallel else default_group(None))
+        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
+        self.last_grad_norm: torch.Tensor | None = None
+        self.skipped_steps = 0
+        self._loss_scale = 1.0  # of pk.GradScaler, during its step
+        self._kind = _STATE_DTYPES[state_dtype]
+        self._masters = master_weights is not False
+        self._buckets = data_parallel.take_gradients() if data_parallel is not None else None
+        self.averages = data_parallel is not None
+        # torch's GradScaler leaves the scale to such an optimizer; `step` then refuses it.
+        self._step_supports_amp_scaling = self.averages
+        self._buffers: list[Buffer] = []
+        self._members: dict[torch.Tensor, Member] = {}
+        self._step: Step | None = None
+        self._versions: dict[Member, int] = {}
+        # torch checks the options, and says which a state_dict has.
+        nothing = torch.zeros(0)
+        checked = AdamW([nothing], lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        self._constructed = False
+        super().__init__(params, checked.defaults)
+        self._constructed = True
+        self._place_parameters()
+
+    # -- where parameters lie ------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer's. Collective."""
+        super().add_param_group(param_group)
+        if self._constructed:
+            self._place_parameters()
+
+    def _group_of(self) -> dict[torch.Tensor, dict[str, Any]]:
+        return {p: group for group in self.param_groups for p in group["params"]}
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        names = {}
+        for g, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                known = group.get("param_names")
+                names[p] = known[i] if known else f"parameter {i} of group {g} {list(p.shape)}"
+        return names
+
+    def _place_parameters(self) -> None:
+        """Give state to trainable parameters that have none yet, and move them. Collective."""
+        groups = self._group_of()
+        new = [p for p in groups if p.requires_grad and p not in self._members]
+        if not new:
+            return
+        names = self._names()
+        fault = next((f for p in new if (f := self._unfit(names[p], p))), None)
+        told = [f"{names[p]} {p.dtype}{list(p.shape)}" for p in new]
+        heard = self.group._gather_objects((fault, told))
+        for rank, (theirs, _) in enumerate(heard):
+            if theirs is not None:
+                raise type(theirs)(f"{theirs} [rank {rank} of {self.group.size}]")
+        for rank, (_, theirs) in enumerate(heard):
+            if theirs != heard[0][1]:
+                raise CollectiveMismatchError(
+                    f"ShardedAdamW: the ranks have different parameters: rank 0 {heard[0][1]}, "
+                    f"rank {rank} {theirs}"
+                )
+        first = len(self._members)
+        share = self.group.size > 1 and self.group.transport == "shared-memory"
+        local = [p for p in new if isinstance(p, DTensor)]
+        if self._buckets is not None:
+            added = self._place_as_gradients(first, names, share)
+        else:
+            whole = [p for p in new if not isinstance(p, DTensor)]
+            added = place(whole, [names[p] for p in whole], first, self.group, share)
+        for p in local:  # already split by someone else: each rank keeps what it has
+            number = first + len(new) - len(local) + local.index(p)
+            numel = p.to_local().numel()
+            added.append(Buffer([Member(p, number, 0, numel, names[p])], numel, 1))
+        for buffer in added:
+            for member in buffer.members:
+                p, group = member.parameter, groups[member.parameter]
+                self._members[p] = member
+                start, stop = buffer.piece(member, self.group.rank if buffer.size > 1 else 0)
+                self.state[p] = new_state(
+                    member.local,
+                    start,
+                    stop,
+                    kind=self._kind,
+                    master=self._masters and p.dtype in (torch.bfloat16, torch.float16),
+                    amsgrad=group["amsgrad"],
+                )
+        self._buffers += added
+        self._note_versions()
+        self._step = None
+
+    def _unfit(self, name: str, p: torch.Tensor) -> ParallelKitError | None:
+        """What is wrong with a parameter, and makes it dense."""
+        local = local_of(p)
+        if p.dtype not in DTYPE_CODES:
+            return InvalidTypeError(
+                f"ShardedAdamW: {name} must be float32, float64, bfloat16 or float16, got {p.dtype}"
+            )
+        if local.device.type != self.group.device.type:
+            return InvalidArgumentError(
+                f"ShardedAdamW: {name} must be on {self.group.device}, got {local.device}"
+            )
+        if self._buckets is not None and p not in {s.parameter for s in self._buckets.slots}:
+            return InvalidArgumentError(
+                f"ShardedAdamW: {name} is not a parameter of data_parallel; "
+                "give it an optimizer of its own"
+            )
+        if not isinstance(p, DTensor) and not torch.ops.aten.is_non_overlapping_and_dense(p):
+            p.data = p.detach().contiguous()
+        return None
+
+    def _place_as_gradients(
+        self, first: int, names: dict[torch.Tensor, str], share: bool
+    ) -> list[Buffer]:
+        """Buffers laid out like the gradient buckets that have none yet."""
+        assert self._buckets is not None
+        known = {id(b.bucket) for b in self._buffers}
+        added = []
+        for bucket in self._buckets:
+            if id(bucket) in known:
+                continue
+            buffer = Buffer([], len(bucket.flat), self.group.size, None, bucket)
+            for slot in bucket.slots:
+                p = slot.parameter
+                if p in names:
+                    number = first + sum(len(b.members) for b in added) + len(buffer.members)
+                    member = Member(p, number, slot.offset, slot.numel, slot.name)
+                    buffer.members.append(member)
+            if not buffer.members:
+                continue
+            if share:
+                move(buffer, self.group)
+            added.append(buffer)
+        return added
+
+    # -- the step -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step on the global mean gradient; with `data_parallel` averages it first. Collective.
+
+        Args:
+            closure: evaluates the model again and returns the loss, as for any optimizer.
+
+        Returns:
+            What the closure returned, else None.
+
+        Raises:
+            CollectiveMismatchError: ranks differ in hyper-parameters or in who has a gradient.
+            UsageError: torch's GradScaler where pk.GradScaler is needed.
+            PeerLostError, CollectiveTimeoutError: as for the collectives.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._place_parameters()
+        if self._step is None:
+            averaged = self._buckets is None
+            self._step = make_step(self._buffers, self.state, self.group, averaged)
+        fault = None
+        try:
+            if getattr(self, "grad_scale", None) is not None:  # torch's scaler sets it
+                raise UsageError(
+                    "ShardedAdamW.step: with data_parallel the gradients of a rank are not averaged "
+                    "yet, and torch.amp.GradScaler would judge each rank by its own; use "
+                    "parallelkit.GradScaler"
+                )
+            gradients = self._gradients()
+        except ParallelKitError as error:
+            fault, gradients = error, {}
+        moving = self._agree(gradients, fault)
+        if moving:
+            self._refresh_masters()
+            self._move(moving, gradients, 1.0 / self._loss_scale)
+        if self._buckets is not None:
+            self._buckets.reset()
+        return loss
+
+    def _step_scaled(self, scale: float, *args: Any, **kwargs: Any) -> Any:
+        """`step` on gradients of `scale` times the loss; for pk.GradScaler."""
+        if not self.skip_nonfinite:
+            raise UsageError("GradScaler.step: the ShardedAdamW must have skip_nonfinite=True")
+        self._loss_scale = scale
+        try:
+            return self.step(*args, **kwargs)
+        finally:
+            self._loss_scale = 1.0
+
+    def _gradients(self) -> dict[Member, torch.Tensor]:
+        """This rank's gradient of each parameter that has one, in the parameter's order of memory."""
+        if self._buckets is not None:
+            self._buckets.settle()
+            return {
+                self._members[slot.parameter]: slot.view
+                for slot in self._buckets.slots
+                if slot.parameter in self._members
+            }
+        found = {}
+        for p, member in self._members.items():
+            if p.grad is not None:
+                found[member] = self._usable(member, local_of(p.grad))
+        return found
+
+    def _usable(self, member: Member, grad: torch.Tensor) -> torch.Tensor:
+        param = member.local
+        if grad.layout != torch.strided:
+            raise InvalidTypeError(
+                f"ShardedAdamW.step: the gradient of {member.name} must be dense, "
+                f"got {grad.layout}; use sparse=False"
+            )
+        wanted = (param.dtype, torch.float32) if param.dtype != torch.float64 else (param.dtype,)
+        if grad.dtype in wanted and (grad.stride() == param.stride() or grad.numel() < 2):
+            return grad
+        return torch.empty_like(param).copy_(grad)
+
+    def _agree(
+        self, gradients: Mapping[Member, torch.Tensor], fault: ParallelKitError | None
+    ) -> list[Member]:
+        """Tell the ranks what is used here; the members that move, the same on every rank."""
+        members = list(self._members.values())
+        if self._buckets is None:
+            used, weight = bytes(m in gradients for m in members), 1.0
+        else:
+            slots = {slot.parameter for slot in self._buckets.slots if slot.used}
+            used, weight = bytes(m.parameter in slots for m in members), self._buckets.weight
+        mine = _Facts(used, weight, hash(tuple(map(_numbers, self.param_groups))), fault)
+        heard = [_Facts(*facts) for facts in self.group._gather_objects(tuple(mine))]
+        for rank, facts in enumerate(heard):
+            if facts.fault is not None:
+                raise type(facts.fault)(f"{facts.fault} [rank {rank} of {self.group.size}]")
+        for rank, facts in enumerate(heard):
+            if facts.settings != heard[0].settings:
+                raise CollectiveMismatchError(
+                    "ShardedAdamW.step: learning rates or other hyper-parameters differ between "
+                    f"rank 0 and rank {rank}; nothing was changed"
+                )
+            if self._buckets is None and facts.used != heard[0].used:
+                odd = next(
+                    m for m, a, b in zip(members, facts.used, heard[0].used, strict=True) if a != b
+                )
+                raise CollectiveMismatchError(
+                    f"ShardedAdamW.step: {odd.name} has a gradient on one of rank 0 and rank {rank} "
+                    "only; gradients must be averaged before the step. Nothing was changed"
+                )
+        some = [any(rank) for rank in zip(*(f.used for f in heard if f.weight > 0), strict=True)]
+        return [member for member, moves in zip(members, some, strict=False) if moves]
+
+    def _move(
+        self, moving: list[Member], gradients: Mapping[Member, torch.Tensor], scale: float
+    ) -> None:
+        """Measure, decide, step."""
+        assert self._step is not None
+        groups = self._group_of()
+        counts = torch.stack([self.state[m.parameter]["step"] for m in moving]).tolist()
+        settings: dict[tuple[int, int], Setting] = {}
+        work: dict[Member, tuple[torch.Tensor, Setting]] = {}
+        for member, count in zip(moving, counts, strict=True):
+            group = groups[member.parameter]
+            key = (id(group), int(count))
+            if key not in settings:
+                settings[key] = Setting.of(group, int(count) + 1)
+            work[member] = (gradients[member], settings[key])
+        weight = 1.0
+        if self._buckets is not None:
+            weight, scale = self._buckets.weight, scale * self._buckets.reference
+        self._step.load(work, weight, scale)
+        clip = 1.0
+        if self.max_grad_norm is not None or self.skip_nonfinite:
+            norm = self._norm(self._step.measure())
+            self.last_grad_norm = torch.tensor(norm, dtype=torch.float64)
+            if self.skip_nonfinite and not math.isfinite(norm):
+                self._skip(work)
+                return
+            if self.max_grad_norm is not None:
+                clip = min(1.0, self.max_grad_norm / (norm + 1e-6))
+        self._step.run(clip)
+        torch._foreach_add_([self.state[m.parameter]["step"] for m in moving], 1.0)
+        torch.autograd.graph.increment_version([m.parameter for m in moving])
+        self._note_versions()
+
+    def _norm(self, mine: Squares) -> float:
+        """Of the whole gradient: over the shards of this group and of the tensor-parallel one."""
+        heard = self.group._gather_objects(tuple(mine))
+        squares = Squares(*(math.fsum(part) for part in zip(*heard, strict=True)))
+        split = next((p for p in self._members if is_split(p)), None)
+        if split is None:
+            return math.sqrt(squares.whole)
+        # Whole parameters are equal on all tensor-parallel ranks, and count once.
+        everywhere = [Squares(*s) for s in split.tp_group._gather_objects(tuple(squares))]
+        return math.sqrt(everywhere[0].whole + math.fsum(s.split for s in everywhere))
+
+    def _skip(self, work: Work) -> None:
+        self.skipped_steps += 1
+        if self.skipped_steps > 1 or self._loss_scale != 1.0:
+            return  # said once; and with a loss scale it is nothing unusual
+        bad = (m.name for m, (grad, _) in work.items() if not bool(grad.isfinite().all()))
+        culprits = self.group._gather_objects(next(bad, None))
+        found = [f"{name} on rank {rank}" for rank, name in enumerate(culprits) if name]
+        warnings.warn(
+            "ShardedAdamW: a gradient is not finite, and every rank skips the step: "
+            f"{', '.join(found) or 'the sum over the ranks is too large'}. Further skipped steps are "
+            "counted in .skipped_steps",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim.Optimizer's; with `data_parallel` forgets what was accumulated."""
+        super().zero_grad(set_to_none)
+        if self._buckets is not None:
+            self._buckets.reset()
+
+    # -- masters and the parameters they belong to ---------------------------------------------
+
+    def _note_versions(self) -> None:
+        self._versions = {m: m.parameter._version for m in self._members.values()}
+
+    def _refresh_masters(self) -> None:
+        """Where somebody wrote to a parameter since, its elements win over their masters."""
+        for buffer in self._buffers:
+            for member in buffer.members:
+                p, state = member.parameter, self.state[member.parameter]
+                if "master_param" not in state or p._version == self._versions[member]:
+                    continue
+                start, stop = buffer.piece(member, self.group.rank if buffer.size > 1 else 0)
+                now, master = flat_view(member.local)[start:stop], state["master_param"]
+                changed = master.to(now.dtype) != now
+                master.copy_(torch.where(changed, now.float(), master))
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def state_bytes(self) -> int:
+        """Bytes of moments, their scales, and masters held by this rank."""
+        return sum(
+            entry.nbytes
+            for state in self.state.values()
+            for name, entry in state.items()
+            if name != "step"
+        )
+
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """The whole state in torch.optim.AdamW's format, moments and masters in float32. Collective.
+
+        Args:
+            rank0_only: ranks above 0 get an empty dict, and need little memory for it.
+
+        Returns:
+            {"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}. Of a
+            bfloat16 or float16 parameter also "master_param". A parameter that was never stepped has
+            no entry, as in torch.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        keep = self.group.rank == 0 or not rank0_only
+        full: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for buffer in self._buffers:
+            for key in (*MOMENTS, "master_param"):
+                for member, flat in gathered(buffer, key, self.state, self.group, keep).items():
+                    local = member.local
+                    entry = flat.as_strided(local.shape, local.stride())
+                    full.setdefault(member.parameter, {})[key] = _like(entry, member.parameter)
+        if not keep:
+            return {}
+        numbers = {p: index for index, p in enumerate(self._group_of())}
+        packed: dict[str, Any] = {
+            "state": {
+                index: {"step": self.state[p]["step"].clone(), **full[p]}
+                for p, index in numbers.items()
+                if p in full and self.state[p]["step"] > 0
+            },
+            "param_groups": [
+                {**group, "params": [numbers[p] for p in group["params"]]}
+                for group in self.param_groups
+            ],
+        }
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            packed = post_hook(self, packed) or packed
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Take the whole state back, given to every rank, whatever the world size that wrote it.
+
+        Args:
+            state_dict: of this class or of torch.optim.AdamW. Moments stay float32 beside parameters
+                of fewer bits. "master_param" sets the parameters too; where it is absent, masters are
+                made from the parameters.
+
+        Raises:
+            InvalidArgumentError: (a ValueError) it does not fit the parameters. Nothing was loaded.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        self._place_parameters()
+        fault: ParallelKitError | None = None
+        found: dict[torch.Tensor, dict[str, Any]] = {}
+        try:
+            found = self._checked(state_dict)
+        except ParallelKitError as error:
+            fault = error
+        for rank, theirs in enumerate(self.group._gather_objects(fault)):
+            if theirs is not None:
+                raise type(theirs)(f"{theirs} [rank {rank} of {self.group.size}]")
+        for group, new in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in new.items() if k not in ("params", "param_names")})
+        groups = self._group_of()
+        for buffer in self._buffers:
+            for member in buffer.members:
+                piece = buffer.piece(member, self.group.rank if buffer.size > 1 else 0)
+                self._load(member, piece, found.get(member.parameter, {}), groups)
+        self._note_versions()
+        self._step = None
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _checked(self, state_dict: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+        """The entry of each parameter, once everything fits."""
+        name = "ShardedAdamW.load_state_dict"
+        theirs = state_dict.get("param_groups")
+        if theirs is None or "state" not in state_dict:
+            raise InvalidArgumentError(
+                f'{name}: wanted a dict with "state" and "param_groups", got {sorted(state_dict)}; '
+                "every rank needs the whole of it"
+            )
+        sizes = [len(group["params"]) for group in theirs]
+        ours = [len(group["params"]) for group in self.param_groups]
+        if sizes != ours:
+            raise InvalidArgumentError(
+                f"{name}: wanted parameter groups of {ours} parameters, got {sizes}"
+            )
+        names, found = self._names(), {}
+        for group, their in zip(self.param_groups, theirs, strict=True):
+            for p, index in zip(group["params"], their["params"], strict=True):
+                entry = state_dict["state"].get(index)
+                if entry is None:
+                    continue
+                if p not in self._members:
+                    raise InvalidArgumentError(f"{name}: {names[p]} is frozen, but has state")
+                amsgrad = their.get("amsgrad", group["amsgrad"])
+                for key in ("step", *MOMENTS[: 3 if amsgrad else 2]):
+                    if key not in entry:
+                        raise InvalidArgumentError(
+                            f"{name}: state[{index}] ({names[p]}) has no {key!r}; nothing was loaded"
+                        )
+                for key in (*MOMENTS, "master_param"):
+                    if key in entry and tuple(entry[key].shape) != tuple(p.shape):
+                        raise InvalidArgumentError(
+                            f"{name}: state[{index}][{key!r}] ({names[p]}) must have shape "
+                            f"{list(p.shape)}, got {list(entry[key].shape)}; nothing was loaded"
+                        )
+                found[p] = entry
+        return found
+
+    def _load(
+        self,
+        member: Member,
+        piece: tuple[int, int],
+        entry: Mapping[str, Any],
+        groups: Mapping[torch.Tensor, Mapping[str, Any]],
+    ) -> None:
+        p, local = member.parameter, member.local
+        master = entry.get("master_param")
+        if master is not None:
+            local.copy_(local_of(master))
+        keeps = "master_param" in self.state[p]
+        amsgrad = groups[p]["amsgrad"]
+        state = new_state(local, *piece, kind=self._kind, master=keeps, amsgrad=amsgrad)
+        self.state[p] = state
+        state["step"].fill_(float(entry.get("step", 0.0)))
+        for name in (*MOMENTS, "master_param"):
+            if name not in entry or name not in state:
+                continue
+            dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
+            ordered = torch.empty_like(local, dtype=dtype).copy_(local_of(entry[name]))
+            flat = flat_view(ordered)[slice(*piece)]
+            if name == "master_param":
+                state[name].copy_(flat)
+            else:
+                encode(name, flat, state)
+
+
+def _numbers(group: Mapping[str, Any]) -> tuple[float, ...]:
+    """A group's hyper-parameters."""
+    beta1, beta2 = group["betas"]
+    options = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
+    return (*map(float, options), group["amsgrad"], group["maximize"])
+
+
+def _like(entry: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of an entry, as a DTensor where the parameter is one."""
+    if not isinstance(parameter, DTensor):
+        return entry
+    return DTensor.from_local(
+        entry,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
