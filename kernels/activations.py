@@ -26,7 +26,7 @@ def sigmoid(z):
 @triton.jit
 def gelu_tanh_gate(z):
     """½(1 + tanh u) = σ(2u) with u = √(2/π)·(z + 0.044715·z³); Triton has exp, but no tanh."""
-    return sigmoid(SQRT_8_OVER_PI * z * (1.0 + CUBIC * z * z))
+    return sigmoid(z * SQRT_8_OVER_PI * (z * z * CUBIC + 1.0))
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def slope(z, ACTIVATION: tl.constexpr):
         z = 0.5 * (1.0 + tl.erf(z * SQRT_HALF)) + z * INV_SQRT_2PI * tl.exp(-0.5 * z * z)
     elif ACTIVATION == "gelu_tanh":
         gate = gelu_tanh_gate(z)
-        z = gate + z * gate * (1.0 - gate) * SQRT_8_OVER_PI * (1.0 + 3.0 * CUBIC * z * z)
+        z = gate + z * gate * (1.0 - gate) * SQRT_8_OVER_PI * (z * z * (3.0 * CUBIC) + 1.0)
     elif ACTIVATION == "silu":
         gate = sigmoid(z)
         z = gate * (1.0 + z * (1.0 - gate))

@@ -50,7 +50,7 @@ TABLE: dict[str, tuple[Config, Config, Config]] = {
         Config(64, 128, 64, warps=4, stages=4, descriptors=True, flatten=True),
     ),
     "sm_100": (
-        Config(128, 128, 64, warps=8, stages=4, descriptors=True, flatten=True),
+        Config(128, 256, 64, warps=8, stages=3, parts=2, descriptors=True),
         Config(128, 128, 64, warps=8, stages=4, descriptors=True, flatten=True),
         Config(64, 128, 64, warps=4, stages=4, descriptors=True, flatten=True),
     ),
@@ -106,25 +106,25 @@ def choose(I: int, J: int, device: torch.device, operands: Operands) -> Config:
 
 def adapt(config: Config, operands: Operands) -> Config:
     """An entry of the table, which is for aligned two-byte operands, made to fit others."""
-    i, j, l = config.block_i, config.block_j, config.block_l
+    j, l = config.block_j, config.block_l
     if operands.dtype == torch.float32:
         # The same bytes in flight; the epilogue's tiles double, so the result's tile halves.
         j, l = j // 2, l // 2
     if operands.dual:
         j //= 2  # two sums of half the width take the registers of one
-    config = dataclasses.replace(config, block_i=i, block_j=j, block_l=l)
+    config = dataclasses.replace(config, block_j=j, block_l=l)
     scalar = operands.dtype == torch.float32 and not operands.tf32
     if not operands.aligned or scalar:
         # Element by element, pointers fill the registers; without tensor cores, operands do.
         return dataclasses.replace(
             config, block_i=64, block_j=32 if operands.dual else 64, block_l=16 if scalar else 32,
-            warps=8, stages=3, parts=1, descriptors=False,
+            warps=8, stages=3, parts=2, descriptors=False,
         )  # fmt: skip
     return config
 
 
-def alternatives(chosen: Config, device: torch.device, operands: Operands) -> list[Config]:
-    """What is worth measuring beside the table's choice, which comes first."""
+def alternatives(device: torch.device, operands: Operands) -> list[Config]:
+    """What is worth measuring: the table's entries and their neighbours."""
     row = [adapt(config, operands) for config in TABLE[target(device)]]
     deeper = [dataclasses.replace(config, stages=config.stages + 1) for config in row]
     apart = [dataclasses.replace(config, flatten=not config.flatten) for config in row]
@@ -134,4 +134,4 @@ def alternatives(chosen: Config, device: torch.device, operands: Operands) -> li
         for config in row
         if config.descriptors
     ]
-    return list(dict.fromkeys([chosen, *row, *deeper, *apart, *specialized]))
+    return list(dict.fromkeys([*row, *deeper, *apart, *specialized]))

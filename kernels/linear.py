@@ -132,7 +132,7 @@ def _product(
         # Trials must not accumulate into the caller's gradients.
         trial_out = torch.empty_like(out) if accumulate else out
         trial_sums = torch.empty_like(sums) if accumulate and sums is not None else sums
-        choices = {str(choice): choice for choice in configs.alternatives(config, device, operands)}
+        choices = {str(choice): choice for choice in configs.alternatives(device, operands)}
         trials = {
             name: partial(launch, trial_out, trial_sums, choice) for name, choice in choices.items()
         }
