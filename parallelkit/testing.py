@@ -49,7 +49,7 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 12
     if size < 1:
         raise InvalidArgumentError(f"run_ranks: size must be at least 1, got {size}")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["parallelkit.testing"])
+    context.set_forkserver_preload(["parallelkit.testing", fn.__module__])  # the first call's
     job = pickle.dumps((fn, args, dict(os.environ)))
     with tempfile.TemporaryDirectory(prefix="parallelkit-") as folder:
         ranks = []
