@@ -161,8 +161,8 @@ class PreparedAllReduce:
         With `fault` this rank takes part only to have it raised on every rank.
         """
         transport = self._group._usable()
-        if self._copies:
-            self._prepare(dense=True)
+        if self._copies or self._layout:  # in row-major order: there is no second try from here
+            self._prepare(dense=False)
         call, wrong = self._call(weight, scale, self._layout)
         fault = fault or wrong
         call = call._replace(fault=fault is not None)
@@ -272,8 +272,7 @@ def weighted_reduce_scatter(
     def check() -> _Flat:
         whole = _flat_argument(f"{name}: flat", flat, group)
         start, stop = shard_bounds(len(flat), group.size, group.rank)
-        shard = flat.new_empty(stop - start) if out is None else out
-        _must_fit(f"{name}: out", shard, stop - start, flat.dtype)
+        shard = _output(f"{name}: out", out, stop - start, whole)
         return _Flat(whole, shard, as_number(name, weight), _reduction(name, reduction))
 
     return _run_flat(name, "reduce_scatter", group, check).shard
@@ -304,12 +303,16 @@ def all_gather_flat(
     name = "all_gather_flat"
 
     def check() -> _Flat:
+        if not isinstance(numel, int):
+            raise InvalidTypeError(f"{name}: numel must be an int, got {type(numel).__name__}")
         start, stop = shard_bounds(numel, group.size, group.rank)
         mine = _flat_argument(f"{name}: shard", shard, group)
-        _must_fit(f"{name}: shard", shard, stop - start, shard.dtype)
-        whole = shard.new_empty(numel) if out is None else out
-        _must_fit(f"{name}: out", whole, numel, shard.dtype)
-        return _Flat(whole, mine, 1.0, REDUCTIONS["mean"])
+        if len(mine) != stop - start:
+            raise InvalidArgumentError(
+                f"{name}: shard must be [{stop - start}], as shard_bounds cuts {numel} elements, "
+                f"got {_described(shard)}"
+            )
+        return _Flat(_output(f"{name}: out", out, numel, mine), mine, 1.0, REDUCTIONS["mean"])
 
     return _run_flat(name, "all_gather", group, check).whole
 
@@ -333,7 +336,8 @@ def _run_flat(name: str, operation: str, group: Group, check: Callable[[], _Flat
         nothing = torch.empty(0)
         fault, flat = error, _Flat(nothing, nothing, 1.0, 0)
     whole, shard = (
-        torch.view_as_real(t) if t.is_complex() else t for t in (flat.whole, flat.shard)
+        torch.view_as_real(t) if t.is_complex() else t
+        for t in (flat.whole.detach(), flat.shard.detach())
     )
     signature = hash((DTYPE_CODES[whole.dtype], *whole.shape)) & _INT64
     call = Call(signature, 0, flat.weight, 1.0, flat.reduction, fault is not None)
@@ -353,12 +357,24 @@ def _flat_argument(name: str, tensor: torch.Tensor, group: Group) -> torch.Tenso
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def _must_fit(name: str, tensor: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
-    if tensor.shape != (numel,) or tensor.dtype != dtype or not tensor.is_contiguous():
+def _output(name: str, out: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
+    """Where a result of `numel` elements of like's dtype goes: `out` if it fits, or a new tensor."""
+    if out is None:
+        return like.new_empty(numel)
+    if (
+        not isinstance(out, torch.Tensor)
+        or (out.shape, out.dtype, out.device) != ((numel,), like.dtype, like.device)
+        or not out.is_contiguous()
+        or out.is_conj()
+        or out.is_neg()
+    ):
+        got = type(out).__name__
+        if isinstance(out, torch.Tensor):
+            got = f"{_described(out)} with strides {list(out.stride())} on {out.device}"
         raise InvalidArgumentError(
-            f"{name} must be contiguous, [{numel}] and {dtype}, "
-            f"got {_described(tensor)} with strides {list(tensor.stride())}"
+            f"{name} must be a contiguous {like.dtype} tensor [{numel}] on {like.device}, got {got}"
         )
+    return out
 
 
 def _listed(name: str, tensors: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -393,5 +409,7 @@ def _reduction(name: str, reduction: str) -> int:
     return REDUCTIONS[reduction]
 
 
-def _described(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.")
+def _described(given: object) -> str:
+    if not isinstance(given, torch.Tensor):  # refused; this rank's part of a mismatch elsewhere
+        return type(given).__name__
+    return f"{given.dtype}{list(given.shape)}".removeprefix("torch.")

@@ -20,6 +20,7 @@ def is_flat(tensor: torch.Tensor, device: torch.device) -> bool:
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.dtype in DTYPE_CODES
+        and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and tensor.device == device
         and not tensor.is_neg()

@@ -176,7 +176,7 @@ class ProcessGroup:
         rows = [[int(value) for value in row] for row in self._gather(mine)]
         numbers = [struct.unpack("<2d", struct.pack("<2q", *row[5:])) for row in rows]
         weights, scales = [n[0] for n in numbers], [n[1] for n in numbers]
-        total = math.fsum(weights) if all(map(math.isfinite, weights)) else math.nan
+        total = _exact_sum(weights)
         outcome = "done"
         if any(row[0] != rows[0][0] for row in rows):
             outcome = "mismatch"
@@ -323,3 +323,11 @@ def _signed(value: int) -> int:
     """The same 64 bits as int64."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
+
+
+def _exact_sum(weights: Sequence[float]) -> float:
+    """The sum rounded once; not finite where it, or one of the weights, is not."""
+    try:
+        return math.fsum(weights)
+    except (OverflowError, ValueError):  # too large; infinities of both signs
+        return math.inf
