@@ -1,0 +1,41 @@
+"""Options and settings of the whole suite."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# The server that ranks are forked from imports a test module once, where each rank would.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+
+# Examples differ from run to run; a failing one is printed with what reproduces it. Ranks share two
+# cores with whatever else runs, so no single example has a deadline.
+hypothesis.settings.register_profile(
+    "parallelkit",
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("parallelkit")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--large", action="store_true", help="also run the tests that need many gigabytes"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "large: needs many gigabytes; runs with --large")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--large"):
+        for item in items:
+            if item.get_closest_marker("large"):
+                item.add_marker(pytest.mark.skip(reason="needs many gigabytes; runs with --large"))
