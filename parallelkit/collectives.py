@@ -358,7 +358,7 @@ def _flat_argument(name: str, tensor: torch.Tensor, group: Group) -> torch.Tenso
 
 
 def _output(name: str, out: torch.Tensor | None, numel: int, like: torch.Tensor) -> torch.Tensor:
-    """Where a result of `numel` elements of like's dtype goes: `out` if it fits, or a new tensor."""
+    """Where a result of `numel` elements of like's dtype goes: `out`, if it fits, or new memory."""
     if out is None:
         return like.new_empty(numel)
     if (
@@ -405,7 +405,8 @@ def as_number(name: str, weight: Weight) -> float:
 
 def _reduction(name: str, reduction: str) -> int:
     if reduction not in REDUCTIONS:
-        raise InvalidArgumentError(f'{name}: reduction must be "mean", "sum" or "total", got {reduction!r}')
+        wanted = '"mean" or "sum"'  # "total" is for those who know the weights' sum themselves
+        raise InvalidArgumentError(f"{name}: reduction must be {wanted}, got {reduction!r}")
     return REDUCTIONS[reduction]
 
 
