@@ -405,8 +405,9 @@ def as_number(name: str, weight: Weight) -> float:
 
 def _reduction(name: str, reduction: str) -> int:
     if reduction not in REDUCTIONS:
-        wanted = '"mean" or "sum"'  # "total" is for those who know the weights' sum themselves
-        raise InvalidArgumentError(f"{name}: reduction must be {wanted}, got {reduction!r}")
+        raise InvalidArgumentError(
+            f'{name}: reduction must be "mean", "sum" or "total", got {reduction!r}'
+        )
     return REDUCTIONS[reduction]
 
 
