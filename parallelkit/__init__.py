@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         weighted_reduce_scatter,
     )
     from .data_parallel import DataParallel
+    from .ddp_hook import ddp_comm_hook
     from .errors import (
         CollectiveMismatchError,
         CollectiveTimeoutError,
@@ -52,6 +53,7 @@ _HOMES = {
     "ShardedAdamW": "optimizer",
     "Work": "collectives",
     "all_gather_flat": "collectives",
+    "ddp_comm_hook": "ddp_hook",
     "gather_gradients": "tp.state",
     "gather_state_dict": "tp.state",
     "init": "group",
@@ -78,6 +80,7 @@ __all__ = [
     "Work",
     "__version__",
     "all_gather_flat",
+    "ddp_comm_hook",
     "gather_gradients",
     "gather_state_dict",
     "init",

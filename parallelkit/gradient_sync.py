@@ -117,11 +117,9 @@ class GradientSync:
             self._refuse_second_mean(this)
             if loss is not None and items > 0:
                 factor = self._buckets.open(items, reduction, loss.dtype)
-                hook = loss.register_hook(self._note_task)
-                try:
-                    torch.autograd.backward(loss, torch.full_like(loss, factor))
-                finally:
-                    hook.remove()
+                part = loss * factor
+                part.register_hook(self._note_task)
+                part.backward()
             self._end(this)
         except Exception as error:
             self._abandon(error)
@@ -299,7 +297,7 @@ class GradientSync:
 
 
 def broadcast(tensors: Sequence[torch.Tensor], source: int, group: Group) -> None:
-    """Give every rank the tensors of rank `source`, bit by bit. Collective."""
+    """Give every rank the tensors of rank `source`. Collective."""
     distinct = {(t.data_ptr(), t.numel(), t.dtype): t.detach() for t in tensors if t.numel()}
     floats = [t for t in distinct.values() if t.is_floating_point() or t.is_complex()]
     others = [t for t in distinct.values() if not (t.is_floating_point() or t.is_complex())]

@@ -1,0 +1,66 @@
+"""Weighted means inside torch's own DistributedDataParallel.
+
+DDP compares the hook's annotations with classes, so here they are not strings.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+
+from .collectives import Weight, weighted_all_reduce_
+from .group import Group, default_group
+
+__all__ = ["WeightedMean", "ddp_comm_hook"]
+
+
+class WeightedMean:
+    """The state of the hook.
+
+    Attributes:
+        weight: number of items (examples, tokens) that this rank's next loss is a mean over; set it
+            before each backward. 0 leaves this rank out. Default: 1, DDP's own mean of means.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.weight: Weight = 1.0
+        # Buckets are averaged while backward runs, one after the other in the order they come.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="parallelkit-ddp")
+
+
+Hook = Callable[[WeightedMean, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def ddp_comm_hook(group: Group | None = None) -> tuple[WeightedMean, Hook]:
+    """A communication hook for DistributedDataParallel that counts items instead of ranks.
+
+        state, hook = pk.ddp_comm_hook()
+        model.register_comm_hook(state, hook)
+        ...
+        state.weight = tokens_of_this_rank
+        loss.backward()                         # .grad <- sum_r weight_r grad_r / sum_r weight_r
+
+    Args:
+        group: the ranks of the wrapped model. Default: all (`pk.init()`).
+
+    Returns:
+        (state, hook), for `DistributedDataParallel.register_comm_hook`.
+    """
+    return WeightedMean(default_group(group)), _average
+
+
+def _average(state: WeightedMean, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    gradients, weight = bucket.buffer(), state.weight
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+    def run() -> None:
+        try:
+            weighted_all_reduce_(gradients, weight, state.group)
+            future.set_result(gradients)
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+
+    state._thread.submit(run)
+    return future

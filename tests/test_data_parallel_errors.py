@@ -1,0 +1,329 @@
+"""What cannot go well raises, on every rank, and the next step works."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from ranks import message_of, same
+from torch import nn
+from training import Leaf, accumulate, gradients, items, mean_square, mlp, one_process, worst
+
+import parallelkit as pk
+from parallelkit.testing import run_ranks
+
+CLOSE = 1e-6
+
+
+def next_step_works(model, group):
+    model.zero_grad()
+    batches = items([3, 4, 2], seed=9)[: group.size]
+    accumulate(model, [batches[group.rank]])
+    return worst(gradients(model), one_process(model.module, batches)) <= CLOSE
+
+
+def second_synced(group, clear, plain):
+    model = pk.DataParallel(mlp(), group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    clears = {
+        "model none": model.zero_grad,
+        "model zeros": lambda: model.zero_grad(set_to_none=False),
+        "optimizer none": optimizer.zero_grad,
+        "optimizer zeros": lambda: optimizer.zero_grad(set_to_none=False),
+        "module none": model.module.zero_grad,
+        "by hand": lambda: [p.grad.data.zero_() for p in model.parameters()],
+        "nothing": lambda: None,
+        "part": lambda: model.module[2].zero_grad(),
+        "scaled": lambda: [p.grad.mul_(2) for p in model.parameters()],
+    }
+    batches = items([3, 3])
+
+    def step():
+        if plain:
+            mean_square(model, batches[group.rank][0]).backward()
+        else:
+            accumulate(model, [batches[group.rank]])
+
+    step()
+    optimizer.step()
+    before = gradients(model)
+    clears[clear]()
+    if clear in ("nothing", "part", "scaled"):
+        text = message_of(RuntimeError, step)
+        assert "zero_grad()" in text and f"[rank {group.rank} of 2]" in text
+        return next_step_works(model, group)
+    step()
+    return worst(gradients(model), before) <= CLOSE
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["weighted", "plain"])
+@pytest.mark.parametrize(
+    "clear",
+    [
+        "model none",
+        "model zeros",
+        "optimizer none",
+        "optimizer zeros",
+        "module none",
+        "by hand",
+        "nothing",
+        "part",
+        "scaled",
+    ],
+)
+def test_a_second_synced_backward_needs_cleared_gradients(clear, plain):
+    assert run_ranks(second_synced, 2, clear, plain) == [True, True]
+
+
+def accumulate_on_a_mean(group):
+    """sync=False on top of a mean is no sync yet; only the next sync would be wrong."""
+    model = pk.DataParallel(Leaf(3), group)
+    model.backward(model(1.0), 1)
+    model.backward(model(1.0), 1, sync=False)
+    message_of(RuntimeError, lambda: model.backward(model(1.0), 1))
+    model.zero_grad()
+    model.backward(model(3.0), 1, sync=False)
+    model.backward(model(5.0), 1)
+    return model.p.grad.tolist()
+
+
+def test_accumulating_on_a_mean_does_not_hide_it():
+    assert run_ranks(accumulate_on_a_mean, 2) == [[4.0] * 3] * 2
+
+
+class Explode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError("boom")
+
+
+class Fragile(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
+        self.explode = False
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 1 and self.explode:
+                x = Explode.apply(x)
+        return x
+
+
+def exception_in_backward(group, culprits, plain, at_step):
+    torch.manual_seed(0)
+    model = pk.DataParallel(Fragile(), group, bucket_mb=1e-4)
+    for step in range(at_step):
+        assert next_step_works(model, group), step
+    model.zero_grad()
+    model.module.explode = group.rank in culprits
+    loss = mean_square(model, items([3])[0][0])
+    told = ""
+    try:
+        loss.backward() if plain else model.backward(loss, 3)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    model.module.explode = False
+    if plain and group.rank in culprits:
+        assert "boom" in told
+        told = "found at the next use"
+        assert next_step_works(model, group)
+        return told, True
+    return told, next_step_works(model, group)
+
+
+@pytest.mark.parametrize("at_step", [0, 2], ids=["first", "overlapping"])
+@pytest.mark.parametrize("culprits", [(1,), (0, 1)], ids=["one", "all"])
+def test_an_exception_in_backward_raises_everywhere_and_the_next_step_works(culprits, at_step):
+    for rank, (told, works) in enumerate(
+        run_ranks(exception_in_backward, 2, culprits, False, at_step)
+    ):
+        assert told.startswith("ZeroDivisionError" if rank in culprits else "UsageError")
+        assert "boom" in told
+        assert rank in culprits or "[rank 1 of 2]" in told
+        assert works
+
+
+@pytest.mark.parametrize("at_step", [0, 2], ids=["first", "overlapping"])
+def test_after_an_exception_in_a_plain_backward_the_others_hear_at_its_next_use(at_step):
+    (told, works), (_, culprit_works) = run_ranks(exception_in_backward, 2, (1,), True, at_step)
+    assert "did not come to its end" in told and "[rank 1 of 2]" in told
+    assert works and culprit_works
+
+
+def exception_while_accumulating(group):
+    model = pk.DataParallel(Fragile(), group)
+    batches = items([3, 5, 2])
+    model.backward(mean_square(model, batches[0][0]), 3, sync=False)
+    model.module.explode = True
+    with pytest.raises(ZeroDivisionError):
+        model.backward(mean_square(model, batches[1][0]), 5, sync=False)
+    model.module.explode = False
+    assert all(
+        p.grad is None for p in model.parameters()
+    )  # a half-added micro-batch is worth nothing
+    model.backward(mean_square(model, batches[2][0]), 2)
+    return worst(gradients(model), one_process(model.module, batches[2:]))
+
+
+def test_a_failed_micro_batch_drops_what_was_accumulated():
+    assert max(run_ranks(exception_while_accumulating, 2)) <= CLOSE
+
+
+BAD_ARGUMENTS = {
+    "negative weight": (ValueError, lambda m: m.backward(m(1.0), -2), "-2.0"),
+    "infinite weight": (ValueError, lambda m: m.backward(m(1.0), float("inf")), "inf"),
+    "nan weight": (ValueError, lambda m: m.backward(m(1.0), torch.tensor(float("nan"))), "nan"),
+    "huge weight": (ValueError, lambda m: m.backward(m(1.0), 10**400), "inf"),
+    "text weight": (TypeError, lambda m: m.backward(m(1.0), "3"), "str"),
+    "vector weight": (TypeError, lambda m: m.backward(m(1.0), torch.ones(2)), "[2]"),
+    "no loss": (ValueError, lambda m: m.backward(None, 3), "weight=0"),
+    "vector loss": (ValueError, lambda m: m.backward(m.p * 2, 3), "[3]"),
+    "number loss": (TypeError, lambda m: m.backward(1.5, 3), "float"),
+    "detached loss": (RuntimeError, lambda m: m.backward(m(1.0).detach(), 3), "grad"),
+    "reduction": (ValueError, lambda m: m.backward(m(1.0), 1, reduction="avg"), "'avg'"),
+}
+
+
+def bad_argument(group, what, sync):
+    """On rank 1 alone."""
+    kind, call, part = BAD_ARGUMENTS[what]
+    model = pk.DataParallel(Leaf(3), group)
+    if not sync:
+        if group.rank == 1:
+            with model.no_sync(), pytest.raises(kind) as caught:
+                call(model)
+            assert part in str(caught.value)
+    else:
+        with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+            call(model) if group.rank == 1 else model.backward(model(1.0), 1)
+        assert part in str(caught.value)
+        assert isinstance(caught.value, kind)
+        assert group.rank == 1 or "[rank 1 of 2]" in str(caught.value)
+    model.zero_grad()
+    model.backward(model([1.0, 5.0][group.rank]), [1, 3][group.rank])
+    return model.p.grad.tolist()
+
+
+@pytest.mark.parametrize("what", BAD_ARGUMENTS)
+def test_a_bad_argument_on_one_rank_raises_on_all_and_the_next_step_works(what):
+    assert run_ranks(bad_argument, 2, what, True) == [[4.0] * 3] * 2
+
+
+def test_a_bad_argument_without_sync_raises_here_only():
+    assert run_ranks(bad_argument, 2, "negative weight", False) == [[4.0] * 3] * 2
+
+
+def moved(group):
+    model = pk.DataParallel(mlp(), group)
+    assert next_step_works(model, group)
+    model.to("cpu")
+    model.to(memory_format=torch.channels_last)
+    assert next_step_works(model, group)
+    model.to(torch.bfloat16)
+    x = torch.ones(2, 5, dtype=torch.bfloat16)
+    texts = [
+        message_of(RuntimeError, lambda: model(x)),
+        message_of(RuntimeError, lambda: model.backward(None, weight=0)),
+    ]
+    assert all(f"2.bias was {torch.float32}" in t and str(torch.bfloat16) in t for t in texts)
+    return True
+
+
+def test_moving_or_casting_a_wrapped_module_raises_at_its_next_use():
+    assert run_ranks(moved, 2) == [True, True]
+
+
+MODULES = {
+    "shape": lambda rank: nn.Linear(5, 3 + rank),
+    "dtype": lambda rank: nn.Linear(5, 3, dtype=[torch.float32, torch.bfloat16][rank]),
+    "name": lambda rank: nn.Sequential(nn.Linear(5, 3)) if rank else nn.Linear(5, 3),
+    "number": lambda rank: nn.Linear(5, 3, bias=rank == 0),
+    "buffer": lambda rank: nn.BatchNorm1d(3 + rank, affine=False),
+}
+
+
+def different_modules(group, what):
+    return message_of(RuntimeError, lambda: pk.DataParallel(MODULES[what](group.rank), group))
+
+
+@pytest.mark.parametrize("what", MODULES)
+def test_modules_that_differ_between_ranks_raise_on_each(what):
+    texts = run_ranks(different_modules, 2, what)
+    assert all("rank 1 differs from rank 0" in text for text in texts)
+
+
+def bad_construction(group):
+    texts = [
+        message_of(ValueError, lambda: pk.DataParallel(mlp(), group, bucket_mb=-group.rank)),
+        message_of(ValueError, lambda: pk.DataParallel(mlp(), group, grad_dtype=torch.int32)),
+        message_of(RuntimeError, lambda: pk.DataParallel(mlp(), group, bucket_mb=1 + group.rank)),
+    ]
+    device = nn.Linear(5, 3, device="meta" if group.rank == 1 else "cpu")
+    texts.append(message_of(ValueError, lambda: pk.DataParallel(device, group)))
+    return texts
+
+
+def test_bad_constructor_arguments_raise_on_every_rank():
+    for bucket, dtype, differing, device in run_ranks(bad_construction, 2):
+        assert "bucket_mb" in bucket
+        assert "int32" in dtype
+        assert "bucket_mb 2" in differing
+        assert "meta" in device and "[rank 1 of 2]" in device
+
+
+def copies(group):
+    model = pk.DataParallel(mlp(), group)
+    texts = [
+        message_of(RuntimeError, lambda: copy.deepcopy(model)),
+        message_of(RuntimeError, lambda: copy.copy(model)),
+        message_of(RuntimeError, lambda: pickle.dumps(model)),
+        message_of(RuntimeError, lambda: copy.deepcopy(nn.Sequential(model))),
+        message_of(ValueError, lambda: model.load_state_dict(mlp().state_dict(), assign=True)),
+    ]
+    other = copy.deepcopy(model.module)  # what the texts advise
+    mean_square(other, items([2])[0][0]).backward()
+    return texts, all(p.grad is None for p in model.parameters())
+
+
+def test_copying_and_pickling_are_refused_and_the_module_can_be_copied():
+    [(texts, untouched)] = run_ranks(copies, 1)
+    assert all("model.module" in text for text in texts[:4])
+    assert "assign=False" in texts[4]
+    assert untouched
+
+
+def nothing_to_train(group):
+    model = pk.DataParallel(nn.ReLU(), group)  # https://github.com/pytorch/pytorch/issues/25550
+    out = model(torch.ones(3, requires_grad=True))
+    model.backward(out.sum(), 2)
+    model.backward(None, weight=0)
+    frozen = pk.DataParallel(mlp().requires_grad_(False), group)
+    return model.total_weight.item(), frozen(torch.ones(1, 5)).shape
+
+
+def test_a_module_without_trainable_parameters_is_no_trouble():
+    assert run_ranks(nothing_to_train, 2) == [(0.0, (1, 3))] * 2
+
+
+def mixed(group):
+    model = pk.DataParallel(Leaf(3), group)
+    model.backward(model(1.0), 4, sync=False)
+    text = message_of(RuntimeError, lambda: model(1.0).backward())
+    model.zero_grad()
+    model.backward(model(1.0), 1, sync=False)
+    model(3.0).backward()
+    return text, model.p.grad.tolist()
+
+
+def test_a_plain_backward_after_weighted_ones_is_refused_where_it_cannot_count_right():
+    texts, grads = zip(*run_ranks(mixed, 2), strict=True)
+    assert same(grads) and grads[0] == [2.0] * 3
+    assert all("model.backward" in text for text in texts)
