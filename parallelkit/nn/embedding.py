@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelkit.errors import InvalidArgumentError
 from parallelkit.group import Group, default_group
 from parallelkit.nn.functional import gather_from_group, reduce_from_group
-from parallelkit.nn.split import Split, draw_shard, split_of
+from parallelkit.nn.split import Split, draw_shard
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["FeatureParallelEmbedding", "VocabParallelEmbedding"]
 
 Tensor = torch.Tensor
 
 
-class _SplitEmbedding(nn.Module):
+class SplitEmbedding(nn.Embedding):
     """What both embeddings share: a table cut along one of its dimensions."""
 
     split_dim: int
@@ -34,9 +37,10 @@ class _SplitEmbedding(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.group = default_group(group)
+        nn.Module.__init__(self)  # nn.Embedding's would make the whole table
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.max_norm, self.norm_type = None, 2.0
+        self.scale_grad_by_freq = self.sparse = False
         if padding_idx is not None:
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise InvalidArgumentError(
@@ -45,27 +49,31 @@ class _SplitEmbedding(nn.Module):
                 )
             padding_idx %= num_embeddings
         self.padding_idx = padding_idx
+        split = self._join(default_group(group))
         shape = [num_embeddings, embedding_dim]
-        split = Split(self.group, self.split_dim, shape[self.split_dim])
-        (self._range,) = split.ranges()
         shape[self.split_dim] = self._range[1] - self._range[0]
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self._mark()
+        split.mark(self.weight)
         self.reset_parameters()
 
-    def _mark(self) -> None:
+    def _join(self, group: Group) -> Split:
+        """Be one of a group's ranks; how its tables are cut."""
+        self.group = group
+        split = self._split()
+        (self._range,) = split.ranges()
+        return split
+
+    def _split(self) -> Split:
         shape = (self.num_embeddings, self.embedding_dim)
-        Split(self.group, self.split_dim, shape[self.split_dim]).mark(self.weight)
+        return Split(self.group, self.split_dim, shape[self.split_dim])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark()  # a copied parameter has lost its marks
+        self._split().mark(self.weight)  # a copied parameter has lost its marks
 
     def reset_parameters(self) -> None:
         """Draw as nn.Embedding does; the same whole table at any number of ranks."""
-        split = split_of(self.weight)
-        assert split is not None
-        draw_shard(self.weight, split, nn.init.normal_)
+        draw_shard(self.weight, self._split(), nn.init.normal_)
         row = self._padding_row()
         if row is not None:
             with torch.no_grad():
@@ -78,21 +86,31 @@ class _SplitEmbedding(nn.Module):
         start, stop = self._range
         return self.padding_idx - start if start <= self.padding_idx < stop else None
 
-    def _take(self, embedding: nn.Embedding) -> None:
-        split, whole = split_of(self.weight), embedding.weight
-        assert split is not None
-        self.weight = nn.Parameter(split.take(whole.detach()), whole.requires_grad)
-        self._mark()
-        self.train(embedding.training)
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, group: Group | DeviceMesh | None = None
+    ) -> Self:
+        """This rank's part of a table that every rank has whole.
+
+        Of a class that changes only what nn.Embedding returns, such as one that scales, too: then
+        the result is of that class as well.
+        """
+        kind = type(embedding)
+        made = cls.__new__(cls if kind is nn.Embedding else type(kind.__name__, (kind, cls), {}))
+        made.__dict__.update(embedding.__dict__)
+        made._parameters = dict(embedding._parameters)
+        split = made._join(default_group(group))
+        whole = embedding.weight
+        made.weight = nn.Parameter(split.take(whole.detach()), whole.requires_grad)
+        split.mark(made.weight)
+        return made
 
     def to_embedding(self) -> nn.Embedding:
         """The whole table as nn.Embedding, on every rank; collective."""
-        split = split_of(self.weight)
-        assert split is not None
         made = nn.Embedding(
             self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta"
         )
-        made.weight = nn.Parameter(split.gather(self.weight), self.weight.requires_grad)
+        made.weight = nn.Parameter(self._split().gather(self.weight), self.weight.requires_grad)
         return made.train(self.training)
 
     def _check(self, ids: Tensor) -> None:
@@ -115,7 +133,7 @@ class _SplitEmbedding(nn.Module):
         )
 
 
-class VocabParallelEmbedding(_SplitEmbedding):
+class VocabParallelEmbedding(SplitEmbedding):
     """nn.Embedding with the vocabulary split: this rank has `shard_bounds(num_embeddings, ...)`.
 
         ids [...] int, equal on every rank     y [..., embedding_dim], equal on every rank
@@ -128,18 +146,6 @@ class VocabParallelEmbedding(_SplitEmbedding):
     """
 
     split_dim = 0
-
-    @classmethod
-    def from_embedding(
-        cls, embedding: nn.Embedding, group: Group | DeviceMesh | None = None
-    ) -> VocabParallelEmbedding:
-        """This rank's part of a table that every rank has whole."""
-        made = cls(
-            embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx, group=group,
-            device="meta",
-        )  # fmt: skip
-        made._take(embedding)
-        return made
 
     def forward(self, ids: Tensor) -> Tensor:
         """The ids' rows of the whole table."""
@@ -154,25 +160,13 @@ class VocabParallelEmbedding(_SplitEmbedding):
         return reduce_from_group(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
-class FeatureParallelEmbedding(_SplitEmbedding):
+class FeatureParallelEmbedding(SplitEmbedding):
     """nn.Embedding with the features split; arguments as `VocabParallelEmbedding`.
 
     Cost: forward, one gather of y.
     """
 
     split_dim = 1
-
-    @classmethod
-    def from_embedding(
-        cls, embedding: nn.Embedding, group: Group | DeviceMesh | None = None
-    ) -> FeatureParallelEmbedding:
-        """This rank's part of a table that every rank has whole."""
-        made = cls(
-            embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx, group=group,
-            device="meta",
-        )  # fmt: skip
-        made._take(embedding)
-        return made
 
     def forward(self, ids: Tensor) -> Tensor:
         """The ids' rows of the whole table."""

@@ -109,7 +109,7 @@ def resolve(model: nn.Module, plan: str | Mapping[str, str], size: int) -> list[
                 f"{type(model).__name__}; its modules are {_some(list(modules))}"
             )
         for name in names:
-            if type(modules[name]) is nn.Embedding:
+            if isinstance(modules[name], nn.Embedding):
                 style = _ON_EMBEDDINGS.get(style, style)
             if found.setdefault(name, style) != style:
                 raise InvalidArgumentError(
@@ -172,15 +172,15 @@ def _complete_ties(modules: dict[str, nn.Module], found: dict[str, str], automat
         if not planned or len(set(names)) == 1:
             continue
         for name in others:
-            style = {nn.Embedding: "embedding_rowwise", nn.Linear: "colwise_gather_output"}.get(
-                type(modules[name])
-            )
+            style = None
+            if _can_split_embedding(modules[name]):
+                style = "embedding_rowwise"
+            elif type(modules[name]) is nn.Linear:
+                style = "colwise_gather_output"
             if style is not None and name not in found:
                 found[name] = style
                 planned.append(name)
-            elif (
-                automatic
-            ):  # such as an embedding that scales: then nothing that shares it is split
+            elif automatic:  # then nothing that shares the parameter is split
                 for each in planned:
                     del found[each]
                 planned = []
@@ -209,13 +209,10 @@ def _check(each: Planned, modules: dict[str, nn.Module], config: Any, size: int)
         return
     where = f"tensor_parallel: {each.name!r} ({style})"
     if style in EMBEDDING:
-        plain = type(module) is nn.Embedding and not (
-            module.max_norm is not None or module.sparse or module.scale_grad_by_freq
-        )
-        if not plain:
+        if not _can_split_embedding(module):
             raise InvalidArgumentError(
-                f"{where} must be a plain nn.Embedding without max_norm, sparse or "
-                f"scale_grad_by_freq, got {module}"
+                f"{where} must be an nn.Embedding without max_norm, sparse or scale_grad_by_freq, "
+                f"got {module}"
             )
         return
     if type(module) is not nn.Linear and not is_conv1d(module):
@@ -238,6 +235,15 @@ def _check(each: Planned, modules: dict[str, nn.Module], config: Any, size: int)
                     f"{where}: {heads} heads ({count}) cannot be split over {size} ranks; "
                     f"use a group whose size divides {heads}, or leave attention out of the plan"
                 )
+
+
+def _can_split_embedding(module: nn.Module) -> bool:
+    """Whether it looks rows up as nn.Embedding does, whatever it does with them then."""
+    if not isinstance(module, nn.Embedding):
+        return False
+    forward = type(module).forward
+    looks_up = forward is nn.Embedding.forward or "super" in forward.__code__.co_names
+    return looks_up and not (module.max_norm or module.sparse or module.scale_grad_by_freq)
 
 
 def _heads(attention: nn.Module, config: Any, count: str) -> int | None:

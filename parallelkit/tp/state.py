@@ -62,9 +62,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> 
     state = model.state_dict(keep_vars=True)
     missing, unexpected = state.keys() - state_dict.keys(), state_dict.keys() - state.keys()
     given = {id(state[name]) for name in state_dict.keys() & state.keys()}
-    missing = {
-        name for name in missing if id(state[name]) not in given
-    }  # ties need one name
+    missing = {name for name in missing if id(state[name]) not in given}  # ties need one name
     if missing or unexpected:
         raise InvalidArgumentError(
             f"load_full_state_dict: missing {sorted(missing)}, unexpected {sorted(unexpected)}; "
