@@ -191,7 +191,7 @@ class ShardedAdamW(Optimizer):
             whole = [p for p in new if not isinstance(p, DTensor)]
             added = place(whole, [names[p] for p in whole], first, self.group, share)
         for p in local:  # already split by someone else: each rank keeps what it has
-            number = first + len(new) - len(local) + local.index(p)
+            number = first + sum(len(b.members) for b in added)
             numel = p.to_local().numel()
             added.append(Buffer([Member(p, number, 0, numel, names[p])], numel, 1))
         for buffer in added:

@@ -1,0 +1,272 @@
+"""One step of the kernel: against float64, across instruction sets, and in fewer bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import parallelkit as pk
+from parallelkit.testing import virtual_ranks
+
+UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
+SIZES = [1, 7, 16, 255, 256, 257, 1000]  # of the parameters: whole vectors, blocks, and tails
+
+
+def exact_step(
+    p: Any, g: Any, m: Any, v: Any, x: Any, count: int, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The parameter after the step in extended precision, and what the error is measured by."""
+    beta1, beta2 = (np.longdouble(b) for b in options["betas"])
+    lr, eps = np.longdouble(options["lr"]), np.longdouble(options["eps"])
+    p, g, m, v, x = (t.double().numpy().astype(np.longdouble) for t in (p, g, m, v, x))
+    g = -g if options["maximize"] else g
+    scale = beta1 * abs(m) + (1 - beta1) * abs(g)
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    v = np.maximum(v, x) if options["amsgrad"] else v
+    denominator = np.sqrt(v / (1 - beta2**count)) + eps
+    rate = lr / (1 - beta1**count)
+    new = p * (1 - lr * np.longdouble(options["weight_decay"])) - rate * m / denominator
+    return new, abs(p) + rate * scale / denominator
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "lr": st.floats(1e-6, 1.0),
+        "betas": st.tuples(st.floats(0.0, 0.99), st.floats(0.0, 0.9999)),
+        "eps": st.floats(1e-12, 1e-2),
+        "weight_decay": st.floats(0.0, 0.5),
+        "amsgrad": st.booleans(),
+        "maximize": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    options=OPTIONS,
+    seed=st.integers(0, 10**6),
+    done=st.integers(0, 1000),
+    size=st.integers(1, 3),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_step_is_within_eight_roundings_of_float64(
+    options: dict[str, Any], seed: int, done: int, size: int, dtype: torch.dtype
+) -> None:
+    start = state_of(seed, dtype)
+    outcomes = virtual_ranks(lambda g: one_step(g, start, done, options), size)
+    for after in outcomes:
+        for (p, g, m, v, x), found in zip(start, after, strict=True):
+            wanted, scale = exact_step(p, g, m, v, x, done + 1, options)
+            error = abs(found.double().numpy().astype(np.longdouble) - wanted)
+            tiny = float(torch.finfo(dtype).tiny)
+            assert np.all(error <= 8 * UNIT[dtype] * scale + tiny), options
+    assert ranks.same([ranks.digest(after) for after in outcomes])
+
+
+Start = list[tuple[torch.Tensor, ...]]
+
+
+def state_of(seed: int, dtype: torch.dtype) -> Start:
+    """Parameter, gradient and moments of each size, of very different magnitudes."""
+    state = []
+    for index, size in enumerate(SIZES):
+        p, g, m, v, x = (
+            ranks.random(seed * 7 + index, draw, (size,), torch.float64) for draw in range(5)
+        )
+        state.append(tuple(t.to(dtype) for t in (p, g, m, v.square(), x.square())))
+    return state
+
+
+def one_step(
+    group: pk.Group, start: Start, done: int, options: dict[str, Any], **more: Any
+) -> list[torch.Tensor]:
+    parameters = [nn.Parameter(p.clone()) for p, *_ in start]
+    optimizer = pk.ShardedAdamW(parameters, group=group, **options, **more)
+    entries = {}
+    for index, (_, _, m, v, x) in enumerate(start):
+        entries[index] = {"step": torch.tensor(float(done)), "exp_avg": m, "exp_avg_sq": v}
+        if options["amsgrad"]:
+            entries[index]["max_exp_avg_sq"] = x
+    packed = torch.optim.AdamW(parameters, **options).state_dict()
+    optimizer.load_state_dict({**packed, "state": entries})
+    for parameter, (_, g, *_) in zip(parameters, start, strict=True):
+        parameter.grad = g.clone()
+    optimizer.step()
+    return [p.detach().clone() for p in parameters]
+
+
+def test_the_exact_step_is_torchs() -> None:
+    """The oracle above against torch.optim.AdamW in float64."""
+    options = {
+        "lr": 0.01,
+        "betas": (0.8, 0.95),
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "amsgrad": True,
+        "maximize": True,
+    }
+    parameter = nn.Parameter(torch.randn(50, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([parameter], **options)
+    for step in range(1, 4):
+        old = optimizer.state.get(parameter)
+        zeros = torch.zeros(50)
+        moments = [old[k].clone() if old else zeros for k in ("exp_avg", "exp_avg_sq")]
+        most = old["max_exp_avg_sq"].clone() if old else zeros
+        parameter.grad = torch.randn(50, dtype=torch.float64)
+        wanted, scale = exact_step(
+            parameter.detach().clone(), parameter.grad, *moments, most, step, options
+        )
+        optimizer.step()
+        assert np.all(abs(parameter.detach().numpy() - wanted) <= 20 * 2.0**-53 * scale)
+
+
+PATHS = """
+import sys; sys.path.insert(0, {tests!r})
+import torch, ranks, test_adam
+import parallelkit as pk
+from parallelkit.ops import cpu
+options = dict(lr=.01, betas=(.9, .99), eps=1e-8, weight_decay=.1, amsgrad=True, maximize=False)
+digests = [cpu.kernels()]
+for dtype in ranks.DTYPES[:4]:
+    for kind in (torch.float32, torch.bfloat16, "int8"):
+        for masters in (True, False):
+            with pk.Group() as group:
+                more = dict(state_dtype=kind, master_weights=masters, max_grad_norm=1.0)
+                start = test_adam.state_of(1, dtype)
+                start += [tuple(t.repeat(5) for t in start[-1])]
+                digests.append(ranks.digest(test_adam.one_step(group, start, 3, options, **more)))
+print(*digests)
+"""
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    code = PATHS.format(tests=os.path.dirname(__file__))
+    found = {}
+    for name in ("portable", "avx2", "avx512"):
+        ended = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PARALLELKIT_ISA": name},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if ended.returncode == 0:
+            used, *digests = ended.stdout.split()
+            assert used == name
+            found[name] = digests
+        else:
+            assert "no such path" in ended.stderr, ended.stderr
+    assert "portable" in found
+    assert ranks.same(list(found.values()))
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, "int8"])
+def test_fewer_bits_give_the_same_numbers_at_any_world_size(kind: Any) -> None:
+    runs = [virtual_ranks(lambda g: some_steps(g, kind), size) for size in (1, 2, 3)]
+    assert ranks.same([digest for run in runs for digest in run])
+
+
+def some_steps(group: pk.Group, kind: Any) -> str:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (9001, 300, 5000)
+    parameters = [
+        nn.Parameter(torch.randn(n, generator=generator).to(dtype))
+        for n in sizes
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    optimizer = pk.ShardedAdamW(
+        parameters, group=group, state_dtype=kind, master_weights=False, lr=0.01
+    )
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        optimizer.step()
+    entries = [e for entry in optimizer.state_dict()["state"].values() for e in entry.values()]
+    return ranks.digest([p.detach() for p in parameters] + entries)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "reference"])
+@pytest.mark.parametrize(("kind", "tolerance"), [(torch.bfloat16, 0.008), ("int8", 0.1)])
+def test_rounded_moments_are_near_and_right_on_average(
+    kind: Any, tolerance: float, algorithm: str
+) -> None:
+    """betas 1/2: the first step's moments are g/2 and g²/2."""
+    g = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) + 0.5
+    parameter = nn.Parameter(torch.zeros_like(g))
+    group = pk.Group(algorithm=algorithm)
+    optimizer = pk.ShardedAdamW([parameter], betas=(0.5, 0.5), state_dtype=kind, group=group)
+    parameter.grad = g.clone()
+    optimizer.step()
+    entry = optimizer.state_dict()["state"][0]
+    for name, exact in (("exp_avg", g.double() / 2), ("exp_avg_sq", g.double().square() / 2)):
+        error = entry[name].double() - exact
+        blocks = exact.abs().view(-1, 256).amax(1).repeat_interleave(256)
+        bound = exact.abs() if kind == torch.bfloat16 else (exact.abs() * blocks).sqrt()
+        assert float(error.abs().max()) > 0, "it rounds"
+        assert bool((error.abs() <= tolerance * bound + 1e-3 * blocks).all())
+        assert abs(float(error.mean())) < 4 * float(error.std()) / len(g) ** 0.5
+    assert optimizer.state_bytes() < (4.1 if kind == torch.bfloat16 else 2.1) * len(g)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "reference"])
+def test_bfloat16_without_masters_moves_on_average_by_the_whole_step(algorithm: str) -> None:
+    """One step of 1e-4 from 1.0: to nearest it would be lost, here 1 in 39 elements takes it."""
+    parameter = nn.Parameter(torch.ones(1 << 16, dtype=torch.bfloat16))
+    optimizer = pk.ShardedAdamW(
+        [parameter],
+        lr=1e-4,
+        weight_decay=0.0,
+        master_weights=False,
+        group=pk.Group(algorithm=algorithm),
+    )
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    values = parameter.detach().double()
+    assert set(values.unique().tolist()) == {1.0, 1.0 - 2.0**-8}
+    assert float(values.mean()) == pytest.approx(1 - 1e-4, abs=1e-5)
+    assert "master_param" not in optimizer.state_dict()["state"][0]
+
+
+def test_plain_pytorch_draws_the_bits_of_the_kernel() -> None:
+    """A step that moves nothing but rounds: the same random bits, the same codes."""
+    found = []
+    for algorithm in ("auto", "reference"):
+        parameter = nn.Parameter(torch.linspace(1, 2, 5000, dtype=torch.float32).bfloat16())
+        optimizer = pk.ShardedAdamW(
+            [parameter],
+            betas=(0.0, 0.0),
+            lr=2.0**-12,
+            weight_decay=0.0,
+            eps=0.0,
+            state_dtype=torch.bfloat16,
+            master_weights=False,
+            group=pk.Group(algorithm=algorithm),
+        )
+        parameter.grad = torch.linspace(1, 3, 5000).bfloat16()
+        optimizer.step()
+        entry = optimizer.state_dict()["state"][0]
+        found.append((parameter.detach(), entry["exp_avg"], entry["exp_avg_sq"]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_extreme_scales_add_in_double() -> None:
+    """A loss scale of 2^-110 asks for a factor that float cannot take beside small gradients."""
+    parameter = nn.Parameter(torch.zeros(300))
+    model = pk.DataParallel(nn.ParameterList([parameter]))
+    optimizer = pk.ShardedAdamW(
+        model.parameters(), lr=1.0, data_parallel=model, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0
+    )
+    model.backward((parameter * 2.0**-110).sum())
+    optimizer._step_scaled(2.0**-110)
+    torch.testing.assert_close(parameter.detach(), torch.full((300,), -0.5))
