@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -75,16 +76,32 @@ class ProcessGroup:
         if process_group is not None:
             self._rank, self._size = process_group.rank(), process_group.size()
             self._backend = dist.get_backend(process_group)
-            self._group = self._new_group(dist.get_process_group_ranks(process_group))
+            ranks = dist.get_process_group_ranks(process_group)
+            name = [f"parallelkit-{uuid.uuid4()}"]
+            dist.broadcast_object_list(name, ranks[0], process_group)
+            self._unique = name[0]
+            self._group = self._new_group(ranks)
             self._watch = Watch(self._group, timeout)
 
     def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        group = dist.new_group(
+        """A torch.distributed group of these ranks of the job, under a name that never comes again.
+
+        `dist.new_group` makes a name of the ranks and of how many groups this process is in. Ranks
+        that are in different numbers of groups would then wait under different names, and a name
+        used before finds the addresses of those who left still in the store.
+        """
+        torch_groups = dist.distributed_c10d  # there is no public way to a name
+        group, _ = torch_groups._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
             list(ranks),
+            dist.Backend(self._backend),
+            torch_groups._get_default_store(),
+            f"{self._unique}-{'-'.join(map(str, ranks))}",
             timeout=self._timeout + _GRACE,
-            backend=self._backend,
-            use_local_synchronization=True,
         )
+        numbers = {rank: number for number, rank in enumerate(ranks)}
+        torch_groups._world.pg_group_ranks[group] = numbers
         return cast(dist.ProcessGroup, group)
 
     @property
