@@ -80,6 +80,7 @@ def _run_rank(rank: int, size: int, store: str, job: bytes, connection: Connecti
     torch.set_num_threads(1)
     try:
         fn, args, environment = pickle.loads(job)
+        os.environ.clear()
         os.environ.update(environment)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         dist.init_process_group(

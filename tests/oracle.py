@@ -112,16 +112,19 @@ def _sum_to_float32(product: Array, addend: Array) -> Array:
     using rounding to odd", IEEE Trans. Computers 57 (2008).
     """
     b = addend.astype(np.float64)
-    total = product + b
-    other = total - product
-    lost = (product - (total - other)) + (b - other)  # Knuth's TwoSum: total + lost is exact
+    with np.errstate(invalid="ignore"):  # infinities and NaNs come out right
+        total = product + b
+        other = total - product
+        lost = (product - (total - other)) + (b - other)  # Knuth's TwoSum: total + lost is exact
     bits = np.atleast_1d(total).view(np.int64)
     up = np.sign(lost) == np.sign(total)
     odd = np.where((lost != 0) & (bits % 2 == 0), np.where(up, bits + 1, bits - 1), bits)
-    return odd.view(np.float64).astype(np.float32).reshape(np.shape(total))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return odd.view(np.float64).astype(np.float32).reshape(np.shape(total))
 
 
 def bits(tensor: torch.Tensor) -> bytes:
     """A tensor's numbers bit by bit, in row-major order."""
-    flat = real(tensor).reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+    values = real(tensor)
+    flat = values.new_empty(values.numel()).copy_(values.reshape(-1))  # strides of 1, always
+    return flat.view(torch.uint8).numpy().tobytes()
