@@ -1,4 +1,4 @@
-"""The split cross entropy against torch.nn.functional.cross_entropy of the whole logits in float64."""
+"""The split cross entropy against torch's own of the whole logits in float64."""
 
 import itertools
 import math
@@ -48,7 +48,7 @@ def compare(group, dtype):
             target = torch.where(keep, target, 1)
             target = torch.where(keep, target, -100)
         options = {"reduction": reduction, "label_smoothing": smoothing}
-        exact = logits.double().requires_grad_()
+        exact = logits.double().clone().requires_grad_()
         wanted = as_one(exact, target, **options)
         mine = shard(logits, group).clone().requires_grad_()
         y = loss(mine, target, group=group, **options)
@@ -96,8 +96,8 @@ def extremes(group):
 def test_no_overflow_and_no_nan_from_minus_infinity():
     logits_loss = [math.log(6), math.log(3), math.log(2)]
     for y, other in pk.testing.run_ranks(extremes, 2):
-        assert y == pytest.approx(logits_loss, abs=1e-12)
-        assert other == pytest.approx([0.0, *logits_loss[1:]], abs=1e-12)
+        assert y == pytest.approx(logits_loss, abs=1e-10)
+        assert other == pytest.approx([0.0, *logits_loss[1:]], abs=1e-10)
 
 
 def equal_bits(group):

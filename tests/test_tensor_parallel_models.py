@@ -1,6 +1,6 @@
 """Hugging Face models split by `pk.tensor_parallel`, against the same model whole in this process.
 
-Importing transformers takes seconds in every rank, so there is one run on two ranks and one on four.
+Importing transformers takes seconds in every rank: there is one run on two ranks, one on four.
 """
 
 import copy
@@ -110,7 +110,7 @@ def differing_bits(group, model):
 
 
 def compare(group, names, sequence_parallel, dtype):
-    """For each model the largest relative difference in logits, gradients and weights after steps."""
+    """Of each model the largest relative difference in logits, gradients, weights after steps."""
     differences = {}
     for name in names:
         whole = build(name).to(dtype)

@@ -104,7 +104,7 @@ class Term:
         shape = (rows, math.prod(rest))
         if self.tensor.numel() > 0:
             reply = self._transport.reduce_scatter(
-                self._prepared(shape), shard.view(stop - start, -1), _call(self.tensor, shape)
+                self._prepared(shape), shard.view(stop - start, shape[1]), _call(self.tensor, shape)
             )
             self._check(reply, "reduce-scatter")
         self.release()

@@ -84,12 +84,12 @@ def vocab_parallel_cross_entropy(
                 f"{int(target[tuple(outside[0])])} at {outside[0].tolist()} {where}"
             )
     losses = _CrossEntropy.apply(logits_shard, target, valid, group, classes, label_smoothing)
-    if not torch.is_autocast_enabled(logits_shard.device.type):
-        losses = losses.to(logits_shard.dtype)
-    if reduction == "none":
-        return losses  # type: ignore[no-any-return]
-    total = losses.sum()
-    return total / valid.sum() if reduction == "mean" else total
+    if reduction != "none":
+        losses = losses.sum()
+    if reduction == "mean":
+        losses = losses / valid.sum()
+    autocast = torch.is_autocast_enabled(logits_shard.device.type)
+    return losses if autocast else losses.to(logits_shard.dtype)  # type: ignore[no-any-return]
 
 
 class _CrossEntropy(Function):

@@ -13,6 +13,9 @@ from parallelkit.group import Group, default_group
 __all__ = ["SplitRandom", "split_random"]
 
 
+_STEP = 0x9E3779B1  # odd: the ranks' seeds are different ones
+
+
 class SplitRandom:
     """Switches the default generator to one of this rank's own, and back.
 
@@ -35,9 +38,10 @@ class SplitRandom:
         """From here on the ranks draw different numbers."""
         generator = self._generator()
         device = self._group.device
-        seed = int(torch.randint(1 << 48, (), generator=generator, device=device))
+        seed = int(torch.randint(1 << 31, (), generator=generator, device=device))
         self._common = generator.get_state()
-        generator.manual_seed(seed + (self._group.rank << 48))
+        # a CPU's generator looks at the low 32 bits of a seed only
+        generator.manual_seed((seed + _STEP * self._group.rank) % (1 << 32))
 
     def end(self) -> None:
         """From here on they draw the same again; does nothing without a `begin`."""

@@ -120,6 +120,7 @@ def _gather_at_entrance(attention: nn.Module) -> None:
     assert isinstance(column, ColumnParallelLinear)
     shared = column.shared_input
     assert shared is not None
+    shared.readers += 1  # the attention module itself
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return _with_first(args, kwargs, lambda x: shared.enter(x, column.enter))
