@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .buckets import GradientBuckets, Slot, Spec
 from .collectives import PreparedAllReduce, Weight, Work, as_number, weighted_all_reduce_
@@ -22,6 +23,10 @@ __all__ = ["GradientSync", "broadcast"]
 
 _NO_TASK = -1  # what autograd calls its task outside of a backward pass
 _BACKWARD = "DataParallel.backward"
+
+
+# Who brings a parameter's gradient into buckets: the last that wrapped it.
+_owners: MutableMapping[torch.Tensor, weakref.ref[GradientSync]] = WeakTensorKeyDictionary()
 
 
 class _Pass:
@@ -66,6 +71,11 @@ class GradientSync:
         self._index: dict[Slot, int] = {}  # which bucket a slot lies in
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         weakref.finalize(self, _remove, self._hooks).atexit = False
+        self._retired = False
+        for parameter in module.parameters():
+            before = _owners.get(parameter)
+            if before is not None and (owner := before()) is not None:
+                owner.retire()
         self._waiting = dict(module.named_parameters())  # in no bucket: frozen until now
         self._place(list(self._waiting))
         self._pass: _Pass | None = None
@@ -84,6 +94,7 @@ class GradientSync:
         this = weakref.ref(self)
         for slot in self._buckets.append(members):
             parameter, trainable = slot.parameter, slot.parameter.requires_grad
+            _owners[parameter] = this
             parameter.requires_grad_(True)  # a frozen one takes no hook, and may thaw
             hook = partial(_receive, this, slot)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -140,6 +151,11 @@ class GradientSync:
         for slot in self._index:
             slot.show(None)
 
+    def retire(self) -> None:
+        """Leave the parameters to another wrapper of them."""
+        self._retired = True
+        _remove(self._hooks)
+
     def _finish_leftover(self) -> None:
         """End a plain loss.backward() that raised: now is the first chance to tell the others."""
         if self._pass is not None:
@@ -147,6 +163,10 @@ class GradientSync:
             self._pass = None
 
     def _see_changes(self) -> None:
+        if self._retired:
+            raise UsageError(
+                "DataParallel: another DataParallel has wrapped these parameters; use that one"
+            )
         for slot in self._index:
             parameter = slot.parameter
             if parameter.dtype != slot.dtype or parameter.device.type != self._group.device.type:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from multiprocessing import forkserver
 from pathlib import Path
 
 import hypothesis
@@ -39,3 +41,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("large"):
                 item.add_marker(pytest.mark.skip(reason="needs many gigabytes; runs with --large"))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Load once, where ranks are forked from, what takes seconds (torch.optim needs _dynamo)."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["parallelkit.testing", "torch._dynamo"]
+    )
+    forkserver.ensure_running()

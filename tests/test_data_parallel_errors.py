@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -327,3 +329,24 @@ def test_a_plain_backward_after_weighted_ones_is_refused_where_it_cannot_count_r
     texts, grads = zip(*run_ranks(mixed, 2), strict=True)
     assert same(grads) and grads[0] == [2.0] * 3
     assert all("model.backward" in text for text in texts)
+
+
+def late_rank(group):
+    """docs/recovery.md: after a timeout a new group and a new wrapper, from the same module."""
+    short = pk.Group(timeout=timedelta(seconds=1))
+    model = pk.DataParallel(mlp(), short)
+    assert next_step_works(model, short)
+    model.zero_grad()
+    if group.rank == 1:
+        time.sleep(2.5)
+    message_of(pk.ParallelKitError, lambda: model.backward(None, weight=0))
+    again = message_of(pk.ParallelKitError, lambda: model.backward(None, weight=0))
+    new = pk.DataParallel(model.module, group)
+    assert "another DataParallel" in message_of(RuntimeError, lambda: model(torch.ones(1, 5)))
+    return next_step_works(new, group), again
+
+
+def test_after_a_timeout_a_new_group_and_wrapper_go_on():
+    for works, again in run_ranks(late_rank, 2):
+        assert works
+        assert "rank" in again

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
 from typing import Any
 
 import torch
 from torch import nn
 
 import parallelkit as pk
-
-# torch.optim loads torch._dynamo, which takes seconds: once, where ranks are forked from.
-if multiprocessing.parent_process() is None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["parallelkit.testing", "torch._dynamo", "torch.fx.experimental.symbolic_shapes"]
-    )
-    forkserver.ensure_running()
 
 Item = tuple[Any, float]  # a micro-batch and its weight
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
