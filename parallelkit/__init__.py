@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import nn, testing
+    from . import checkpoint, nn, testing
     from .collectives import (
         Work,
         all_gather_flat,
@@ -53,6 +53,7 @@ _HOMES = {
     "ShardedAdamW": "optimizer",
     "Work": "collectives",
     "all_gather_flat": "collectives",
+    "checkpoint": "checkpoint",
     "ddp_comm_hook": "ddp_hook",
     "gather_gradients": "tp.state",
     "gather_state_dict": "tp.state",
@@ -80,6 +81,7 @@ __all__ = [
     "Work",
     "__version__",
     "all_gather_flat",
+    "checkpoint",
     "ddp_comm_hook",
     "gather_gradients",
     "gather_state_dict",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +133,7 @@ class ShardedAdamW(Optimizer):
         # torch's GradScaler leaves the scale to such an optimizer; `step` then refuses it.
         self._step_supports_amp_scaling = self.averages
         self._buffers: list[Buffer] = []
+        self._homes: dict[Member, Buffer] = {}
         self._members: dict[torch.Tensor, Member] = {}
         self._step: Step | None = None
         self._versions: dict[Member, int] = {}
@@ -165,8 +166,7 @@ class ShardedAdamW(Optimizer):
 
     def _place_parameters(self) -> None:
         """Give state to trainable parameters that have none yet, and move them. Collective."""
-        groups = self._group_of()
-        new = [p for p in groups if p.requires_grad and p not in self._members]
+        new = [p for p in self.parameters() if p.requires_grad and p not in self._members]
         if not new:
             return
         names = self._names()
@@ -194,22 +194,12 @@ class ShardedAdamW(Optimizer):
             number = first + sum(len(b.members) for b in added)
             numel = p.to_local().numel()
             added.append(Buffer([Member(p, number, 0, numel, names[p])], numel, 1))
+        self._buffers += added
         for buffer in added:
             for member in buffer.members:
-                p, group = member.parameter, groups[member.parameter]
-                self._members[p] = member
-                start, stop = buffer.piece(member, self.group.rank if buffer.size > 1 else 0)
-                self.state[p] = new_state(
-                    member.local,
-                    start,
-                    stop,
-                    kind=self._kind,
-                    master=self._masters and p.dtype in (torch.bfloat16, torch.float16),
-                    amsgrad=group["amsgrad"],
-                )
-        self._buffers += added
-        self._note_versions()
-        self._step = None
+                self._members[member.parameter] = member
+                self._homes[member] = buffer
+                self.set_pieces(member.parameter, 0.0, {})
 
     def _unfit(self, name: str, p: torch.Tensor) -> ParallelKitError | None:
         """What is wrong with a parameter, and makes it dense."""
@@ -254,6 +244,23 @@ class ShardedAdamW(Optimizer):
                 move(buffer, self.group)
             added.append(buffer)
         return added
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """All parameters, group by group: the order of `state_dict`."""
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def pieces(self) -> Iterator[tuple[Member, tuple[int, int]]]:
+        """Each parameter that has state, and the elements [start, stop) of it that this rank owns."""
+        for member in self._homes:
+            yield member, self._piece_of(member)
+
+    def _piece_of(self, member: Member) -> tuple[int, int]:
+        buffer = self._homes[member]
+        return buffer.piece(member, self.group.rank if buffer.size > 1 else 0)
+
+    def _has_master(self, parameter: torch.Tensor) -> bool:
+        return self._masters and parameter.dtype in (torch.bfloat16, torch.float16)
 
     # -- the step -------------------------------------------------------------------------------
 
@@ -440,12 +447,9 @@ class ShardedAdamW(Optimizer):
 
     def _refresh_masters(self) -> None:
         """Where somebody wrote to a parameter since, its elements win over their masters."""
-        for buffer in self._buffers:
-            for member in buffer.members:
-                p, state = member.parameter, self.state[member.parameter]
-                if "master_param" not in state or p._version == self._versions[member]:
-                    continue
-                start, stop = buffer.piece(member, self.group.rank if buffer.size > 1 else 0)
+        for member, (start, stop) in self.pieces():
+            p, state = member.parameter, self.state[member.parameter]
+            if "master_param" in state and p._version != self._versions[member]:
                 now, master = flat_view(member.local)[start:stop], state["master_param"]
                 changed = master.to(now.dtype) != now
                 master.copy_(torch.where(changed, now.float(), master))
@@ -527,13 +531,17 @@ class ShardedAdamW(Optimizer):
                 raise type(theirs)(f"{theirs} [rank {rank} of {self.group.size}]")
         for group, new in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in new.items() if k not in ("params", "param_names")})
-        groups = self._group_of()
-        for buffer in self._buffers:
-            for member in buffer.members:
-                piece = buffer.piece(member, self.group.rank if buffer.size > 1 else 0)
-                self._load(member, piece, found.get(member.parameter, {}), groups)
-        self._note_versions()
-        self._step = None
+        for member, piece in self.pieces():
+            entry = found.get(member.parameter, {})
+            if "master_param" in entry:
+                member.local.copy_(local_of(entry["master_param"]))
+            flat = {}
+            for name in (*MOMENTS, "master_param"):
+                if name in entry:
+                    wide = torch.promote_types(member.local.dtype, torch.float32)
+                    ordered = torch.empty_like(member.local, dtype=wide)
+                    flat[name] = flat_view(ordered.copy_(local_of(entry[name])))[slice(*piece)]
+            self.set_pieces(member.parameter, float(entry.get("step", 0.0)), flat)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -575,32 +583,34 @@ class ShardedAdamW(Optimizer):
                 found[p] = entry
         return found
 
-    def _load(
-        self,
-        member: Member,
-        piece: tuple[int, int],
-        entry: Mapping[str, Any],
-        groups: Mapping[torch.Tensor, Mapping[str, Any]],
+    @torch.no_grad()
+    def set_pieces(
+        self, parameter: torch.Tensor, step: float, entries: Mapping[str, torch.Tensor]
     ) -> None:
-        p, local = member.parameter, member.local
-        master = entry.get("master_param")
-        if master is not None:
-            local.copy_(local_of(master))
-        keeps = "master_param" in self.state[p]
-        amsgrad = groups[p]["amsgrad"]
-        state = new_state(local, *piece, kind=self._kind, master=keeps, amsgrad=amsgrad)
-        self.state[p] = state
-        state["step"].fill_(float(entry.get("step", 0.0)))
-        for name in (*MOMENTS, "master_param"):
-            if name not in entry or name not in state:
-                continue
-            dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-            ordered = torch.empty_like(local, dtype=dtype).copy_(local_of(entry[name]))
-            flat = flat_view(ordered)[slice(*piece)]
-            if name == "master_param":
-                state[name].copy_(flat)
-            else:
-                encode(name, flat, state)
+        """Replace the state of what this rank owns of a parameter.
+
+        Args:
+            parameter: has its new value already.
+            step: count.
+            entries: of MOMENTS and "master_param", [n] in order of memory. Moments that are absent
+                become zero, and a master is made from the parameter.
+        """
+        member = self._members[parameter]
+        state = self.state[parameter] = new_state(
+            member.local,
+            *self._piece_of(member),
+            kind=self._kind,
+            master=self._has_master(parameter),
+            amsgrad=self._group_of()[parameter]["amsgrad"],
+        )
+        state["step"].fill_(step)
+        for name, entry in entries.items():
+            if name == "master_param" and name in state:
+                state[name].copy_(entry)
+            elif name in state:
+                encode(name, entry, state)
+        self._versions[member] = parameter._version
+        self._step = None
 
 
 def _numbers(group: Mapping[str, Any]) -> tuple[float, ...]:

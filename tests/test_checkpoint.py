@@ -1,0 +1,211 @@
+"""Checkpoints: any world size, exactly, atomically, and nothing damaged is taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from torch import nn
+
+import parallelkit as pk
+from parallelkit.checkpoint import CheckpointError
+from parallelkit.testing import run_ranks
+
+
+def model_of(seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 90), nn.BatchNorm1d(90), nn.Linear(90, 70), nn.Linear(70, 1))
+    return model.to(dtype)
+
+
+def optimizer_of(model: nn.Module, **options: Any) -> pk.ShardedAdamW:
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:3], "weight_decay": 0.2}, {"params": parameters[3:]}]
+    return pk.ShardedAdamW(groups, lr=0.01, **options)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        x = ranks.random(step, 0, (6, 5), torch.float64).to(next(model.parameters()).dtype)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def everything(model: nn.Module, optimizer: pk.ShardedAdamW) -> str:
+    entries = [e for s in optimizer.state_dict()["state"].values() for e in s.values()]
+    return ranks.digest([*model.state_dict().values(), *entries])
+
+
+def resume(group: pk.Group, path: str, kinds: list[Any], last: int | None) -> list[str]:
+    """For each kind of state and dtype: load if something is there, train, save; the hashes."""
+    digests = []
+    for number, (dtype, kind) in enumerate(kinds):
+        folder = Path(path, str(number))
+        here = (folder / "current").exists()
+        group.barrier()
+        model = model_of(9 if here else 1, dtype)
+        optimizer = optimizer_of(model, state_dtype=kind)
+        first = 0
+        if here:
+            first = pk.checkpoint.load(folder, model, optimizer)["step"]
+        if last is not None:
+            train(model, optimizer, range(first, last))
+            pk.checkpoint.save(folder, model, optimizer, extra={"step": last})
+        digests.append(everything(model, optimizer))
+    return digests
+
+
+KINDS = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, "int8"),
+         (torch.float32, torch.bfloat16), (torch.float64, torch.float32)]  # fmt: skip
+
+
+def test_any_world_size_reads_what_any_other_wrote_and_goes_on_exactly(tmp_path: Path) -> None:
+    straight = run_ranks(resume, 1, str(tmp_path / "straight"), KINDS, 6)[0]
+    path = str(tmp_path / "in parts")
+    for size, last in ((1, 2), (3, 4), (2, 6)):
+        found = run_ranks(resume, size, path, KINDS, last)
+        assert ranks.same(found)
+    assert found[0] == straight
+    assert run_ranks(resume, 1, path, KINDS, None)[0] == straight
+    assert len(list(Path(path, "0").iterdir())) == 2, "current and one version"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model = model_of(1)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(2))
+    pk.checkpoint.save(tmp_path / "c", model, optimizer, extra=[1, "two"])
+    return tmp_path / "c"
+
+
+def load(path: Path, model: nn.Module | None = None) -> str:
+    """The error's text; fails where anything was changed."""
+    model = model or model_of(2)
+    optimizer = optimizer_of(model)
+    before = everything(model, optimizer)
+    with pytest.raises(CheckpointError) as caught:
+        pk.checkpoint.load(path, model, optimizer)
+    assert everything(model, optimizer) == before
+    return str(caught.value)
+
+
+def test_damaged_files_are_named_and_nothing_is_loaded(saved: Path) -> None:
+    files = sorted(p for p in saved.rglob("*") if p.is_file())
+    assert len(files) == 4
+    for file in files:
+        whole = file.read_bytes()
+        for damaged in (whole[: len(whole) // 2], whole[:-40] + b"!" + whole[-39:], None):
+            if damaged is None:
+                file.unlink()
+            else:
+                file.write_bytes(damaged)
+            assert file.name in load(saved) or "there is no checkpoint" in load(saved)
+            file.write_bytes(whole)
+    assert pk.checkpoint.load(saved, model_of(2)) == [1, "two"]
+
+
+def test_checkpoint_of_another_model_is_refused(saved: Path) -> None:
+    other = model_of(2)
+    other[3] = nn.Linear(70, 2)
+    assert "[2, 70]" in load(saved, other)
+    model = model_of(2)
+    model.register_buffer("extra", torch.zeros(3))
+    assert "model.extra" in load(saved, model)
+    pk.checkpoint.save(saved, model_of(1))
+    assert "without an optimizer" in load(saved)
+    assert "no checkpoint" in load(saved / "elsewhere")
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("exploded",)
+
+
+def test_metadata_cannot_run_code(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the hashes were made to fit."""
+    import hashlib
+
+    monkeypatch.chdir(tmp_path)
+    metadata = next(saved.glob("version-*/.metadata"))
+    metadata.write_bytes(pickle.dumps(Bomb()))
+    manifest = metadata.with_name("manifest.json")
+    facts = json.loads(manifest.read_bytes())
+    content = metadata.read_bytes()
+    facts["files"][".metadata"] = [len(content), hashlib.sha256(content).hexdigest()]
+    manifest.write_text(json.dumps(facts))
+    current = json.loads((saved / "current").read_bytes())
+    current["sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    (saved / "current").write_text(json.dumps(current))
+    assert "mkdir" in load(saved)
+    assert not Path("exploded").exists()
+
+
+SAVER = """
+import sys; sys.path.insert(0, {tests!r})
+import test_checkpoint as t, parallelkit as pk
+model = t.model_of(1); optimizer = t.optimizer_of(model)
+for step in range(10**6):
+    t.train(model, optimizer, range(step, step + 1))
+    pk.checkpoint.save({path!r}, model, optimizer, extra=t.everything(model, optimizer))
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_random_moments_the_checkpoint_before_is_whole(tmp_path: Path) -> None:
+    """It holds what its own note of all hashes says, and not less than the last one announced."""
+    path = tmp_path / "c"
+    code = SAVER.format(tests=os.path.dirname(__file__), path=str(path))
+    random.seed(0)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    for _ in range(20):
+        time.sleep(random.uniform(0.0, 0.03))
+        process.send_signal(signal.SIGSTOP)  # as a copy of the disk at that moment: as good as dead
+        model = model_of(2)
+        optimizer = optimizer_of(model)
+        noted = pk.checkpoint.load(path, model, optimizer)
+        assert everything(model, optimizer) == noted
+        process.send_signal(signal.SIGCONT)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    model = model_of(2)
+    optimizer = optimizer_of(model)
+    assert pk.checkpoint.load(path, model, optimizer) == everything(model, optimizer)
+    pk.checkpoint.save(path, model, optimizer)
+    assert len(list(path.iterdir())) == 2, "what the killed one left is cleared away"
+
+
+def test_failure_on_one_rank_is_raised_on_all_and_keeps_the_old(tmp_path: Path) -> None:
+    for message in run_ranks(fail_on_rank_1, 2, str(tmp_path)):
+        assert "rank 1 of 2" in message
+
+
+def fail_on_rank_1(group: pk.Group, path: str) -> str:
+    model = model_of(1)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(1))
+    pk.checkpoint.save(path, model, optimizer)
+    if group.rank == 1:
+        model.register_buffer("odd", None)
+        model.state_dict = lambda: {"odd": object()}  # type: ignore[assignment,method-assign]
+    message = ranks.message_of(TypeError, lambda: pk.checkpoint.save(path, model, optimizer))
+    other = model_of(2)
+    pk.checkpoint.load(path, other, optimizer_of(other))
+    return message
