@@ -146,7 +146,7 @@ class ProcessGroup:
         if self._error is not None:
             raise self._error
         if self._group is not None and self._watch.called:
-            self._fail("peer_lost")
+            self._fail(self._watch.called)
 
     def _fail(
         self, kind: str, suspects: Sequence[int] = (), cause: Exception | None = None

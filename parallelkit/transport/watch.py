@@ -23,9 +23,9 @@ from ..errors import CollectiveTimeoutError, PeerLostError
 
 __all__ = ["Watch", "boot_id", "failure", "pid_namespace"]
 
-_SLICE_SECONDS = 0.2  # how often a waiting rank, and a listener, looks around
-_ANSWER_SECONDS = 0.5  # how long the others have to answer a call
-_STORE_SECONDS = 0.8  # how long the store has for all of it: it may be gone itself
+_SLICE_SECONDS = 0.1  # how often a waiting rank, and a listener, looks around
+_ANSWER_SECONDS = 0.35  # how long the others have to answer a call
+_STORE_SECONDS = 0.85  # how long the store has for all of it: it may be gone itself
 
 T = TypeVar("T")
 
@@ -80,13 +80,13 @@ class Watch:
 
     Attributes:
         begun: collectives of the group that this rank has entered; its owner counts them.
-        called: some rank has given up; the group is broken.
+        called: why the first rank gave up, where one did: the group is broken.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._rank, self._size, self._timeout = group.rank(), group.size(), timeout
         self._is_nccl = dist.get_backend(group) == "nccl"
-        self.begun, self.called = 0, False
+        self.begun, self.called = 0, ""
         here = (boot_id(), pid_namespace())
         found: list[Any] = [None] * self._size
         dist.all_gather_object(found, (here, os.getpid()), group=group)
@@ -120,15 +120,17 @@ class Watch:
             left = deadline - time.monotonic()
             if left <= 0:
                 return "timeout", None
+            ended = work.is_completed()  # asked first: it may end while the slice runs out
+            moment = max(0.01, min(left, _SLICE_SECONDS))  # torch takes 0 ms for no limit at all
             try:
-                work.wait(timedelta(seconds=min(left, _SLICE_SECONDS)))
+                work.wait(timedelta(seconds=moment))
                 return None
             except RuntimeError as error:
-                if work.is_completed():
+                if ended:
                     return "peer_lost", error
             if self._dead() is not None:
                 break
-        return "peer_lost", None
+        return self.called or "peer_lost", None
 
     def verdict(self, kind: str, suspects: Sequence[int]) -> PeerLostError | CollectiveTimeoutError:
         """Call the others and agree on who broke the group; the error that says so.
@@ -150,7 +152,7 @@ class Watch:
         kind, culprit = _within(
             _STORE_SECONDS, lambda: self._agree(kind, suspects, sure), (kind, guess)
         )
-        self.called = True
+        self.called = kind
         return failure(kind, culprit, self._rank, self._size, self._timeout)
 
     def _agree(self, kind: str, suspects: Sequence[int], sure: bool) -> tuple[str, int]:
@@ -189,7 +191,7 @@ class Watch:
             while not self._closed.wait(_SLICE_SECONDS):
                 if self._store.check(["called"]):
                     self._answer()
-                    self.called = True
+                    self.called = self._store.get("called").decode()
                     return
         except RuntimeError:
             return  # the store is gone, and so is the job

@@ -1,0 +1,328 @@
+"""Ranks that die, stop, leave or are interrupted: the others hear of it in time, and who it was."""
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import parallelkit as pk
+from parallelkit.errors import UsageError
+from parallelkit.testing import RanksFailedError, run_ranks, virtual_ranks
+
+TRANSPORTS = {"shared-memory": "auto", "process-group": "reference"}
+SOON = 1.0  # seconds that a survivor may take to notice
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request, monkeypatch):
+    monkeypatch.setenv("PARALLELKIT_ALGORITHM", TRANSPORTS[request.param])
+    return request.param
+
+
+def outcomes(fn, size, *args):
+    """What each rank returned, raised, or died of."""
+    try:
+        return run_ranks(fn, size, *args, timeout=60)
+    except RanksFailedError as error:
+        return error.outcomes
+
+
+def group_with_timeout(group, seconds):
+    """`pk.init()`'s group, made anew with another timeout."""
+    group.close()
+    return pk.init(timeout=timedelta(seconds=seconds))
+
+
+def left_open():
+    """Mappings, descriptors and threads of this process that belong to a group."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        found = [line.split()[-2] for line in maps if "memfd:parallelkit" in line]
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if "parallelkit" in target or "pidfd" in target:
+                found.append(target)
+    return found + [t.name for t in threading.enumerate() if "parallelkit" in t.name]
+
+
+# -- death ------------------------------------------------------------------------------------------
+
+
+def until_killed(group, victim, after, folder):
+    """Collectives of all kinds until `victim` is killed; what this rank raised, and when."""
+    with group_with_timeout(group, 30) as group:
+        arena, plain = group.empty(300_001).fill_(1), torch.ones(30_001)
+        if group.rank == victim:
+
+            def die():
+                with open(f"{folder}/died", "w") as file:
+                    file.write(repr(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            threading.Timer(after, die).start()
+        try:
+            while True:
+                pk.weighted_all_reduce_([arena], group=group)
+                pk.weighted_all_reduce_([plain, arena[:5]], group=group, async_op=True).wait()
+                shard = pk.weighted_reduce_scatter(plain, group=group)
+                pk.all_gather_flat(shard, len(plain), group, out=plain)
+        except pk.PeerLostError as error:
+            raised = time.monotonic()
+            with open(f"{folder}/died") as file:
+                waited = raised - float(file.read())
+            again = time.monotonic()
+            with pytest.raises(pk.PeerLostError):
+                group.barrier()
+            again = time.monotonic() - again
+            found = error.rank, waited, again, str(error)
+    del arena, group
+    return *found, left_open()
+
+
+def killed_rounds(rounds, folder):
+    names = set(os.listdir("/dev/shm"))
+    for seed in range(rounds):
+        chance = random.Random(seed)
+        size, after = chance.choice((2, 3, 4)), chance.uniform(0, 0.03)
+        victim = chance.randrange(size)
+        place = folder / str(seed)
+        place.mkdir()
+        found = outcomes(until_killed, size, victim, after, str(place))
+        for rank in set(range(size)) - {victim}:
+            assert not isinstance(found[rank], BaseException), (seed, rank, found[rank])
+            culprit, waited, again, message, left = found[rank]
+            assert (culprit, left) == (victim, []), (seed, rank, message)
+            assert f"rank {victim} is gone" in message
+            assert waited < SOON and again < 0.1, (seed, rank, waited, again)
+    assert set(os.listdir("/dev/shm")) == names
+
+
+def test_survivors_of_a_killed_rank_name_it_within_a_second_and_keep_nothing(tmp_path):
+    killed_rounds(50, tmp_path)
+
+
+def test_survivors_of_a_killed_rank_name_it_over_gloo_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("PARALLELKIT_ALGORITHM", "reference")
+    killed_rounds(6, tmp_path)
+
+
+def one_collective_then_exit(group):
+    value = torch.full((100_000,), float(group.rank))
+    pk.weighted_all_reduce_(value, group=group)
+    if group.rank == 1:
+        os._exit(0)  # no close, no farewell
+    time.sleep(0.05)
+    return value[0].item()
+
+
+def test_a_rank_that_exits_after_its_last_collective_fails_nobody(transport):
+    for _ in range(3):
+        found = outcomes(one_collective_then_exit, 3)
+        assert (found[0], found[2]) == (1.0, 1.0)
+
+
+# -- being stopped ----------------------------------------------------------------------------------
+
+
+def until_stopped(group, victim, after, elements):
+    """Collectives until `victim` is stopped; then everybody goes on with a new group."""
+    timeout = 1.0
+    processes = group._gather_objects(os.getpid())
+    group = group_with_timeout(group, timeout)
+    arena = group.empty(elements).fill_(1)
+    group.barrier()
+    if group.rank == victim:
+        threading.Timer(after, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    try:
+        while True:
+            began = time.monotonic()
+            pk.weighted_all_reduce_(arena, group=group)
+    except pk.CollectiveTimeoutError as error:
+        waited, culprit, message = time.monotonic() - began, error.rank, str(error)
+    mine = arena.clone()
+    if group.rank != victim:
+        with pytest.raises(pk.CollectiveTimeoutError):
+            group.barrier()
+        time.sleep(0.4)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(processes[victim], signal.SIGCONT)
+        time.sleep(0.4)
+    untouched = torch.equal(arena, mine)
+
+    whole = pk.init(timeout=timedelta(seconds=20))
+    value = torch.full((7,), float(whole.rank))
+    pk.weighted_all_reduce_(value, group=whole)
+    whole.close()
+    return culprit, waited, message, untouched, whole is not group, value[0].item()
+
+
+@pytest.mark.parametrize("after", [0.01, 0.06])
+def test_a_stopped_rank_is_named_at_the_deadline_and_damages_nothing_later(transport, after):
+    elements = 8 << 20 if transport == "shared-memory" else 1 << 20
+    found = outcomes(until_stopped, 3, 1, after, elements)
+    for rank, outcome in enumerate(found):
+        assert not isinstance(outcome, BaseException), outcome
+        culprit, waited, message, untouched, new, mean = outcome
+        assert culprit == 1, message
+        assert ("this rank was late" if rank == 1 else "rank 1 did not arrive within 1 s") in message
+        assert rank == 1 or 0.9 < waited < 1 + SOON
+        assert untouched and new and mean == 1.0
+
+
+def late_rank(group):
+    """Rank 1 computes for longer than the timeout: it is late, though it is alive."""
+    group = group_with_timeout(group, 0.8)
+    if group.rank == 1:
+        time.sleep(2.5)
+    with pytest.raises(pk.CollectiveTimeoutError) as raised:
+        group.barrier()
+    return raised.value.rank
+
+
+def test_a_rank_that_computes_too_long_is_the_one_named(transport):
+    assert run_ranks(late_rank, 3) == [1, 1, 1]
+
+
+# -- leaving ----------------------------------------------------------------------------------------
+
+
+def closing(group):
+    group = group_with_timeout(group, 30)
+    kept = group.empty(1000).fill_(group.rank)
+    group.barrier()
+    began = time.monotonic()
+    if group.rank == 1:
+        time.sleep(0.2)
+    else:
+        with pytest.raises(pk.PeerLostError, match="rank 1 is gone") as raised:
+            pk.weighted_all_reduce_(torch.ones(3), group=group)
+        assert raised.value.rank == 1
+    waited = time.monotonic() - began
+    group.close()
+    group.close()
+    with pytest.raises(UsageError, match="closed"):
+        group.barrier()
+    assert kept.eq(group.rank).all()
+    kept.add_(1)
+    del group
+    gc.collect()
+    assert kept.eq(kept[0]).all()
+    return waited
+
+
+def test_leaving_wakes_peers_and_keeps_tensors(transport):
+    assert max(run_ranks(closing, 3)) < 0.2 + SOON
+
+
+def interrupted(group, background):
+    """Rank 0 gets Ctrl-C while it waits for rank 2, which computes; rank 1 waits too."""
+    group = group_with_timeout(group, 30)
+    value = torch.ones(1000)
+    group.barrier()
+    if group.rank == 2:
+        time.sleep(1.5)
+    if group.rank == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    began = time.monotonic()
+    try:
+        work = pk.weighted_all_reduce_(value, group=group, async_op=background)
+        work.wait() if background else None
+    except (KeyboardInterrupt, pk.PeerLostError) as error:
+        waited = time.monotonic() - began
+        with pytest.raises(pk.PeerLostError, match="rank 0 was interrupted"):
+            group.barrier()
+        return type(error).__name__, str(error), waited
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["now", "background"])
+def test_ctrl_c_is_prompt_and_peers_are_told(transport, background):
+    found = run_ranks(interrupted, 3, background)
+    assert [kind for kind, _, _ in found] == ["KeyboardInterrupt", "PeerLostError", "PeerLostError"]
+    assert all("rank 0 was interrupted" in message for _, message, _ in found[1:])
+    assert max(waited for _, _, waited in found) < 0.3 + SOON
+
+
+def test_a_thread_rank_that_fails_is_reported_and_hangs_nobody():
+    def fails(group):
+        pk.weighted_all_reduce_(torch.ones(5), group=group)
+        if group.rank == 1:
+            raise ZeroDivisionError("rank 1 has a fault")
+        with pytest.raises(pk.PeerLostError, match="rank 1 is gone"):
+            pk.weighted_all_reduce_(torch.ones(5), group=group)
+
+    with pytest.raises(ZeroDivisionError):
+        virtual_ranks(fails, 3)
+
+
+def test_a_thread_rank_that_sleeps_is_late_for_all():
+    def sleeps(group):
+        if group.rank == 2:
+            time.sleep(1)
+        with pytest.raises(pk.CollectiveTimeoutError) as raised:
+            group.barrier()
+        return raised.value.rank
+
+    assert virtual_ranks(sleeps, 3, timeout=0.3) == [2, 2, 2]
+
+
+# -- children of a rank -----------------------------------------------------------------------------
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.tensor(float(index * index))
+
+
+def child(arena, failures):
+    """A forked child reads the parent's tensor, cannot talk for it, and goes."""
+    try:
+        assert arena.eq(1).all()
+        with pytest.raises(UsageError, match="forked"):
+            pk.init().barrier()
+    except BaseException as error:
+        failures.put(repr(error))
+    failures.put("")
+
+
+def with_children(group):
+    arena = group.empty(5000).fill_(1)
+    pk.weighted_all_reduce_(torch.ones(5), group=group, async_op=True).wait()  # starts a thread
+    fork = multiprocessing.get_context("fork")
+    failures = fork.SimpleQueue()
+    for _ in range(3):
+        process = fork.Process(target=child, args=(arena, failures))
+        process.start()
+        trouble = failures.get()
+        process.join(20)
+        assert (trouble, process.exitcode) == ("", 0)
+    for method in ("fork", "spawn"):
+        loader = DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context=method)
+        assert torch.cat(list(loader)).tolist() == [float(n * n) for n in range(8)]
+        del loader
+    arena.fill_(group.rank)
+    pk.weighted_all_reduce_(arena, group=group, async_op=True).wait()
+    return arena[0].item(), arena.eq(arena[0]).all().item()
+
+
+def test_children_neither_disturb_the_parent_nor_speak_for_it():
+    # Daemons have no children, and the ranks of run_ranks are daemons.
+    found = run_ranks(without_daemon, 2)
+    assert found == [(0.5, True)] * 2
+
+
+def without_daemon(group):
+    multiprocessing.current_process()._config["daemon"] = False
+    return with_children(group)
