@@ -13,6 +13,10 @@ BENCHMARKS = {
         "parallelkit.bench.collectives",
         "the weighted mean against Gloo and the floor",
     ),
+    "optimizer": (
+        "parallelkit.bench.optimizer",
+        "a whole optimizer step against Gloo and the floor",
+    ),
 }
 
 

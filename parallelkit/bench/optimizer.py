@@ -1,0 +1,280 @@
+"""A whole optimizer step over the ranks of one host: average the gradients, AdamW, equal replicas.
+
+Compared are ours in one pass (`ShardedAdamW` with `data_parallel`), what most people run (weighted
+all-reduce over Gloo in 25 MB buckets, torch's fused AdamW), ZeroRedundancyOptimizer after the same
+all-reduce, and our own reduce-scatter, AdamW and all-gather one after the other. torch's AdamW does
+not look for gradients that are not finite, so the plain "one pass" does not either; "+ finite check"
+is the default of `ShardedAdamW`, and costs one more read of the gradients, as clipping does. The floor
+scales as many bytes in place as the pass has to move. Every candidate's first step is compared with
+float64 before anything is timed; a wrong one ends the benchmark.
+
+Then the step alone, on one rank with two threads, against torch's fused AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from ..collectives import all_gather_flat, shard_bounds, weighted_reduce_scatter
+from ..data_parallel import DataParallel
+from ..errors import ParallelKitError
+from ..group import Group
+from ..optimizer import ShardedAdamW
+from ..sharded_step import NativeStep
+from ..testing import run_ranks
+from .collectives import _gpt_cuts
+from .measure import Candidate, environment, interleaved, pin
+
+__all__ = ["add_arguments", "run"]
+
+_OURS, _GLOO, _FLOOR = "one pass", "Gloo, torch fused AdamW", "floor"
+_OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
+_BUCKET = 25 << 18  # float32 elements of 25 MB
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--nproc", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
+    parser.add_argument("--numel", type=int, default=25_500_000, help="parameters")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print tables and one JSON line; 1 where a result was wrong."""
+    size, rounds, numel = arguments.nproc, arguments.rounds, arguments.numel
+    try:
+        steps = run_ranks(_measure_steps, size, numel, rounds, timeout=3600.0)[0]
+        alone = run_ranks(_measure_alone, 1, numel, rounds, timeout=3600.0)[0]
+    except ParallelKitError as error:
+        sys.stderr.write(f"parallelkit bench optimizer: {error}\n")
+        return 1
+    facts = environment() | {"ranks": size, "parameters": numel, "tensors": 150}
+    for name, value in facts.items():
+        print(f"# {name}: {value}")
+    print(f"\n{'a step of ' + str(size) + ' ranks':<28}milliseconds  against Gloo  bytes a parameter")
+    for name, seconds in steps["seconds"].items():
+        counted = steps["bytes"].get(name)
+        moved = "" if counted is None else f"{counted:>19.1f}"
+        against = steps["seconds"][_GLOO] / seconds
+        print(f"{name:<28}{seconds * 1e3:>12.2f}{against:>13.2f}x{moved}")
+    print(f"\n{'one rank, two threads':<28}milliseconds  GB/s")
+    for name, seconds in alone["seconds"].items():
+        print(f"{name:<28}{seconds * 1e3:>12.2f}{alone['bytes'][name] * numel / seconds / 1e9:>6.1f}")
+    print(json.dumps({"benchmark": "optimizer", **facts, "steps": steps, "alone": alone}))
+    return 0
+
+
+# -- several ranks -----------------------------------------------------------------------------------
+
+
+class _Setting:
+    """Parameters, gradients and weights that every candidate gets."""
+
+    def __init__(self, group: Group, numel: int) -> None:
+        self.group, self.numel, self.cuts = group, numel, _gpt_cuts(numel)
+        self.weight, self.total = float(group.rank + 1), sum(range(1, group.size + 1))
+        self.start = torch.randn(numel, generator=torch.Generator().manual_seed(99))
+        self.gradients = [
+            torch.randn(numel, generator=torch.Generator().manual_seed(r))
+            for r in range(group.size)
+        ]
+        self.gradient = self.gradients[group.rank]
+
+    def parameters(self, cuts: list[tuple[int, int]]) -> list[nn.Parameter]:
+        """New ones."""
+        return [nn.Parameter(self.start[a:b].clone()) for a, b in cuts]
+
+    def check(self, name: str, parameters: list[nn.Parameter], cuts: list[tuple[int, int]]) -> None:
+        """Compare the first and the last tensor with one step in float64."""
+        for index in (0, -1):
+            part = slice(*cuts[index])
+            exact = nn.Parameter(self.start[part].double())
+            exact.grad = sum(
+                (r + 1) / self.total * g[part].double() for r, g in enumerate(self.gradients)
+            )  # type: ignore[assignment]
+            torch.optim.AdamW([exact], **_OPTIONS).step()
+            worst = float((parameters[index].detach().double() - exact.detach()).abs().max())
+            if not worst < 2e-6:
+                raise ParallelKitError(f"bench optimizer: {name} is wrong by {worst:g}")
+
+
+def _measure_steps(group: Group, numel: int, rounds: int) -> dict[str, Any]:
+    pin(group.rank)
+    with Group() as pinned, Group(_alone()) as alone:
+        setting = _Setting(pinned, numel)
+        candidates: dict[str, Candidate] = {}
+        optimizers: dict[str, ShardedAdamW] = {}
+        for name, cuts, more in (
+            (_OURS, setting.cuts, {"skip_nonfinite": False}),
+            ("one pass, one tensor", [(0, numel)], {"skip_nonfinite": False}),
+            ("one pass + finite check", setting.cuts, {}),
+            ("one pass, clipped", setting.cuts, {"max_grad_norm": 1e9}),
+        ):
+            step, parameters, optimizers[name] = _one_pass(setting, cuts, more)
+            step()
+            setting.check(name, parameters, cuts)
+            candidates[name] = step
+        for name, make in (
+            (_GLOO, _gloo),
+            ("Gloo, ZeroRedundancy", _zero_redundancy),
+        ):
+            step, parameters = make(setting)
+            step()
+            setting.check(name, parameters, setting.cuts)
+            candidates[name] = step
+        step, parameters = _apart(setting, alone)
+        step()
+        setting.check("ours, apart", parameters, [(0, numel)])
+        candidates["ours, apart"] = step
+        moved = {name: _counted(optimizers[name], candidates[name]) for name in optimizers}
+        share = int(moved[_OURS] * numel / pinned.size / 8)
+        scaled = torch.randn(share)
+        candidates[_FLOOR] = lambda: scaled.mul_(-1.0)
+        seconds = interleaved(pinned, candidates, rounds, f"{numel:,} parameters")
+        return {"seconds": seconds, "bytes": moved}
+
+
+def _alone() -> Any:
+    """A process group of this rank."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+def _one_pass(
+    setting: _Setting, cuts: list[tuple[int, int]], more: dict[str, Any]
+) -> tuple[Candidate, list[nn.Parameter], ShardedAdamW]:
+    parameters = setting.parameters(cuts)
+    model = DataParallel(nn.ParameterList(parameters), setting.group)
+    optimizer = ShardedAdamW(parameters, data_parallel=model, **_OPTIONS, **more)
+    buckets = model.take_gradients()
+    places = dict(zip(parameters, cuts, strict=True))
+    for slot in buckets.slots:
+        slot.view.copy_(setting.gradient[slice(*places[slot.parameter])])  # type: ignore[index]
+
+    def step() -> None:
+        """What backward leaves behind, then the step; gradients stay for the next."""
+        for slot in buckets.slots:
+            slot.used = True
+        buckets.weight = buckets.reference = setting.weight
+        optimizer.step()
+
+    return step, parameters, optimizer
+
+
+def _counted(optimizer: ShardedAdamW, step: Candidate) -> float:
+    """Bytes that all ranks read and write in a step, for each parameter."""
+    native = optimizer._step
+    assert isinstance(native, NativeStep)
+    before = sum(native.native.traffic)
+    step()
+    moved = optimizer.group._gather_objects(sum(native.native.traffic) - before)
+    return float(sum(moved)) / sum(p.numel() for p in optimizer.parameters())
+
+
+def _averaged(setting: _Setting) -> tuple[Callable[[], None], list[nn.Parameter]]:
+    """Gradients in buckets and their weighted mean over Gloo."""
+    parameters = setting.parameters(setting.cuts)
+    buckets: list[torch.Tensor] = []
+    filling: list[tuple[nn.Parameter, tuple[int, int]]] = []
+
+    def close() -> None:
+        begin = filling[0][1][0]
+        bucket = setting.gradient[begin : filling[-1][1][1]].clone()
+        buckets.append(bucket)
+        for parameter, (a, b) in filling:
+            parameter.grad = bucket[a - begin : b - begin]
+        filling.clear()
+
+    for parameter, cut in zip(parameters, setting.cuts, strict=True):
+        if filling and cut[1] - filling[0][1][0] > _BUCKET:
+            close()
+        filling.append((parameter, cut))
+    close()
+
+    def average() -> None:
+        for bucket in buckets:
+            bucket.mul_(setting.weight)
+            dist.all_reduce(bucket)
+            bucket.div_(setting.total)
+
+    return average, parameters
+
+
+def _gloo(setting: _Setting) -> tuple[Candidate, list[nn.Parameter]]:
+    average, parameters = _averaged(setting)
+    optimizer = torch.optim.AdamW(parameters, fused=True, **_OPTIONS)
+
+    def step() -> None:
+        average()
+        optimizer.step()
+
+    return step, parameters
+
+
+def _zero_redundancy(setting: _Setting) -> tuple[Candidate, list[nn.Parameter]]:
+    average, parameters = _averaged(setting)
+    optimizer = ZeroRedundancyOptimizer(
+        parameters, optimizer_class=torch.optim.AdamW, fused=True, **_OPTIONS
+    )
+
+    def step() -> None:
+        average()
+        optimizer.step()
+
+    return step, parameters
+
+
+def _apart(setting: _Setting, alone: Group) -> tuple[Candidate, list[nn.Parameter]]:
+    """Our collectives and our kernel, as three passes."""
+    group, numel = setting.group, setting.numel
+    gradient, whole = group.empty(numel).copy_(setting.gradient), group.empty(numel)
+    whole.copy_(setting.start)
+    start, stop = shard_bounds(numel, group.size, group.rank)
+    shard = nn.Parameter(whole[start:stop].clone())
+    shard.grad = torch.empty_like(shard)
+    optimizer = ShardedAdamW([shard], group=alone, skip_nonfinite=False, **_OPTIONS)
+
+    def step() -> None:
+        weighted_reduce_scatter(gradient, setting.weight, group, out=shard.grad)
+        optimizer.step()
+        all_gather_flat(shard.detach(), numel, group, out=whole)
+
+    return step, [nn.Parameter(whole, requires_grad=False)]
+
+
+# -- one rank ----------------------------------------------------------------------------------------
+
+
+def _measure_alone(group: Group, numel: int, rounds: int) -> dict[str, Any]:
+    torch.set_num_threads(2)
+    candidates: dict[str, Candidate] = {}
+    moved = {}
+    for dtype, bytes_each in ((torch.float32, 28.0), (torch.bfloat16, 14.0)):
+        kind = str(dtype).removeprefix("torch.")
+        for name, make in (
+            (
+                f"ours, {kind}",
+                lambda p, d=dtype: ShardedAdamW(
+                    p, group=group, state_dtype=d, master_weights=False, skip_nonfinite=False
+                ),
+            ),
+            (f"torch fused, {kind}", lambda p: torch.optim.AdamW(p, fused=True)),
+        ):
+            parameters = [nn.Parameter(torch.randn(b - a).to(dtype)) for a, b in _gpt_cuts(numel)]
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape).to(dtype)
+            candidates[name] = make(parameters).step
+            moved[name] = bytes_each
+    scaled = torch.randn(int(28 * numel / 8))
+    candidates[_FLOOR] = lambda: scaled.mul_(-1.0)
+    moved[_FLOOR] = 28.0
+    return {"seconds": interleaved(group, candidates, rounds, "one rank"), "bytes": moved}
