@@ -207,7 +207,7 @@ def test_ctrl_c_ends_all_ranks_at_once_without_a_traceback(tmp_path):
     pressed = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=30)
-    assert time.monotonic() - pressed < 3
+    assert time.monotonic() - pressed < 10
     assert process.returncode == 130
     assert output.strip() == "parallelkit train: stopped by Ctrl-C"
     assert_none_left(process.pid)

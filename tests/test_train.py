@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import parallelkit as pk
 from parallelkit.errors import InvalidArgumentError
 from parallelkit.train import checks, data, one_process, picture, report
 from parallelkit.train.model import IGNORED, START, ByteGPT, rotate
-from parallelkit.train.run import Options, Result, prepare
+from parallelkit.train.run import Options, Result, prepare, train
 
 CPU = torch.device("cpu")
 
@@ -282,6 +284,42 @@ def test_one_rounding_moves_every_parameter_to_a_neighbour():
         up = torch.nextafter(old, torch.tensor(math.inf))
         down = torch.nextafter(old, torch.tensor(-math.inf))
         assert ((new == up) | (new == down)).all()
+
+
+# --- the run, with faults
+
+
+def train_with(group: pk.Group, options: Options, fault: str) -> Result:
+    """A run of two ranks whose parallelkit has a fault."""
+    right = pk.DataParallel.backward
+    if fault == "weights ignored":
+        pk.DataParallel.backward = lambda self, loss, weight, sync: right(self, loss, 1, sync=sync)
+    elif fault == "last micro-batch lost":
+        pk.DataParallel.backward = lambda self, loss, weight, sync: right(
+            self, None if sync else loss, 0 if sync else weight, sync=sync
+        )
+    elif fault == "one rank steps further" and group.rank == 1:
+        options = dataclasses.replace(options, lr=options.lr * (1 + 1e-6))
+    return train(options, group)
+
+
+@pytest.mark.parametrize(
+    ("fault", "gradients_ok", "replicas_ok"),
+    [
+        ("none", True, True),
+        ("weights ignored", False, True),
+        ("last micro-batch lost", False, True),
+        ("one rank steps further", True, False),
+    ],
+)
+def test_a_run_finds_the_fault_in_it(tmp_path, fault, gradients_ok, replicas_ok):
+    quick = options(tmp_path, steps=2, batch=5, micro_batch=256)
+    found, of_rank_1 = pk.testing.run_ranks(train_with, 2, quick, fault)
+    assert (found.gradients_ok, found.replicas_ok) == (gradients_ok, replicas_ok)
+    assert found.losses["parallel"] == of_rank_1.losses["parallel"]
+    assert found.losses["parallel"][0] == pytest.approx(found.losses["one process"][0], rel=1e-6)
+    assert all(len(losses) == 2 for losses in found.losses.values())
+    assert found.tokens == of_rank_1.tokens
 
 
 # --- what is shown

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens that a rank takes at a time, padding included (default: %(default)s)",
     )
-    add("--lr", type=positive(float), default=2e-3, help="of AdamW (default: %(default)s)")
+    add("--lr", type=positive(float), default=1e-3, help="of AdamW (default: %(default)s)")
     add("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="(default: cuda where every rank has a GPU)")
     add(

@@ -59,7 +59,7 @@ def draw_errors(axes: Axes, result: Result) -> None:
         [check.bound for check in result.checks],
         color="black",
         linestyle=":",
-        label="bound from one process rerun",
+        label="bound, from a rerun of one process",
     )
     axes.semilogy(
         steps,
