@@ -58,14 +58,15 @@ format: $(VENV)/.requirements ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff format
 	@$(BIN)/clang-format -i $(CXX_FILES)
 
-# Python itself is not instrumented, so the sanitizer's library has to be there before it starts, and
-# what Python never frees is not ours.
+# Python is neither instrumented nor C++: the sanitizer and the C++ runtime whose exceptions it watches
+# must be there before it starts, and what Python never frees is no leak of ours.
 sanitize: $(VENV)/.installed ## run the tests of the native code under AddressSanitizer and UBSan
 	@echo "== compiling csrc/ for the sanitizers"
 	@PK_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-lib build/sanitize
 	@echo "== running the tests of the native code under the sanitizers"
-	PYTHONPATH=build/sanitize LD_PRELOAD=$$($${CXX:-g++} -print-file-name=libasan.so) \
-		ASAN_OPTIONS=detect_leaks=0 $(BIN)/pytest $(NATIVE_TESTS)
+	cd build/sanitize && PYTHONPATH=. ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+		$(BIN)/pytest $(addprefix $(CURDIR)/,$(NATIVE_TESTS))
 
 dist: $(VENV)/.requirements ## build sdist and wheel into dist/
 	@echo "== building sdist and wheel"

@@ -42,7 +42,7 @@ def execute(command: list[str | Path], cwd: Path, **changes: str) -> tuple[int, 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     return done.returncode, done.stdout
 
