@@ -1,5 +1,7 @@
 """The split embeddings against nn.Embedding in float64."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +12,9 @@ CASES = [(7, 4, None), (7, 4, 5), (7, 5, -7), (2, 3, None), (50, 6, 0)]  # rows,
 KINDS = [pk.nn.VocabParallelEmbedding, pk.nn.FeatureParallelEmbedding]
 
 
-def lookups(group, kind):
+def lookups(group):
     differences = []
-    for rows, features, padding in CASES:
+    for kind, (rows, features, padding) in itertools.product(KINDS, CASES):
         torch.manual_seed(1)
         whole = nn.Embedding(rows, features, padding, dtype=torch.float64)
         split = kind.from_embedding(whole, group)
@@ -30,18 +32,17 @@ def lookups(group, kind):
         differences.append(float((split.to_embedding().weight - whole.weight).abs().max()))
         assert found.shape == (3, 8, features)
         assert split(ids[:0]).shape == (0, 8, features)
-    return max(differences)
+    return differences
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_rows_and_gradients_equal_the_whole_tables(kind, size):
-    assert max(pk.testing.run_ranks(lookups, size, kind)) < 1e-14
+def test_rows_and_gradients_equal_the_whole_tables(size):
+    assert max(map(max, pk.testing.run_ranks(lookups, size))) < 1e-14
 
 
 def initial(group):
     wrong = []
-    for rows, features in ((1, 3), (5, 3), (17, 16), (50257, 33)):
+    for rows, features in ((1, 3), (5, 3), (17, 16), (50257, 5)):
         torch.manual_seed(4)
         whole = nn.Embedding(rows, features, 0)
         after = torch.rand(2)

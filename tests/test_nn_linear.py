@@ -110,7 +110,7 @@ def pairs(group):
     return [(case, pair_case(group, *case)) for case in PAIRS]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_column_and_row_equal_the_unsplit_pair_in_values_and_all_gradients(size):
     for results in pk.testing.run_ranks(pairs, size):
         for case, differences in results:
@@ -137,6 +137,7 @@ def test_the_row_bias_is_added_once_and_its_gradient_counts_once(size):
 
 
 def gathers_and_splits(group):
+    """A gathered output and an input that is cut here."""
     whole = linear(6, 5, True)
     column = pk.nn.ColumnParallelLinear.from_linear(whole, group, gather_output=True)
     second = linear(5, 3, True, 1)
@@ -254,28 +255,29 @@ def test_autocast_casts_as_for_nn_linear():
         assert difference < 0.05
 
 
-def compiled(group, backend, sequence):
+def compiled(group):
     up, down = linear(6, 8, True, 1), linear(8, 6, True, 2)
-    options = {"sequence_parallel": sequence}
-    column = pk.nn.ColumnParallelLinear.from_linear(up, group, activation="gelu", **options)
-    row = pk.nn.RowParallelLinear.from_linear(down, group, **options)
-    found = {}
-    for name in ("eager", "compiled"):
-        layers = nn.Sequential(column, row)
-        layers.zero_grad()
-        run = torch.compile(layers, backend=backend, fullgraph=True) if name != "eager" else layers
-        x = random(3, 2, 4, 6).requires_grad_()
-        y = run(x)
-        y.square().sum().backward()
-        found[name] = [y.detach(), x.grad, *(p.grad.clone() for p in layers.parameters())]
-    pairs = zip(found["eager"], found["compiled"], strict=True)
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    differences = {}
+    for sequence, backend in itertools.product((False, True), ("eager", "aot_eager")):
+        options = {"sequence_parallel": sequence}
+        column = pk.nn.ColumnParallelLinear.from_linear(up, group, activation="gelu", **options)
+        row = pk.nn.RowParallelLinear.from_linear(down, group, **options)
+        layers, found = nn.Sequential(column, row), []
+        for run in (layers, torch.compile(layers, backend=backend, fullgraph=True)):
+            layers.zero_grad()
+            x = random(3, 2, 4, 6).requires_grad_()
+            y = run(x)
+            y.square().sum().backward()
+            found.append([y.detach(), x.grad, *(p.grad.clone() for p in layers.parameters())])
+        pairs = zip(*found, strict=True)
+        differences[sequence, backend] = max(float((a - b).abs().max()) for a, b in pairs)
+    return differences
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_compiled_layers_give_the_same_numbers_in_one_graph(backend, sequence):
-    assert max(pk.testing.run_ranks(compiled, 2, backend, sequence)) < 1e-13
+def test_compiled_layers_give_the_same_numbers_in_one_graph():
+    for differences in pk.testing.run_ranks(compiled, 2):
+        assert len(differences) == 4
+        assert max(differences.values()) < 1e-13, differences
 
 
 def overlaps(group):

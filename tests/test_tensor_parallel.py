@@ -81,8 +81,7 @@ def train(group, sequence):
     return worst, bits
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize(("size", "sequence"), [(2, False), (2, True), (3, True)])
 def test_ten_steps_equal_the_unsplit_module_and_replicas_stay_equal_to_the_bit(size, sequence):
     results = pk.testing.run_ranks(train, size, sequence)
     assert max(worst for worst, _ in results) < 1e-12

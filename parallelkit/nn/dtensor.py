@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallelkit.errors import InvalidArgumentError
 from parallelkit.group import Group
 from parallelkit.nn.split import split_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["as_dtensor"]
 
@@ -27,6 +31,8 @@ def as_dtensor(module: nn.Module) -> dict[str, DTensor]:
         InvalidArgumentError: nothing is split, several groups are in use, the group has no
             processes, or fused blocks are split for themselves, which no placement describes.
     """
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # half a second, seldom needed
+
     state = module.state_dict(keep_vars=True)
     splits = {name: split_of(tensor) for name, tensor in state.items()}
     groups = {split.group for split in splits.values() if split is not None}
