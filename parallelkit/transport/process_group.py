@@ -184,8 +184,9 @@ class ProcessGroup:
 
     def _open(self, operation: str, call: Call) -> tuple[Reply, list[float]]:
         """Hear every rank's call and conclude the same everywhere; the coefficient of each rank."""
-        if self._error is not None:
-            raise self._error
+        self._check()
+        if self._group is not None:
+            self._watch.begun += 1
         bits = struct.unpack("<2q", struct.pack("<2d", call.weight, call.scale))
         row = [_OPERATIONS[operation], call.fault, call.signature, call.reduction, call.layout]
         row += bits
