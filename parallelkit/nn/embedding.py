@@ -68,7 +68,7 @@ class SplitEmbedding(nn.Embedding):
         return Split(self.group, self.split_dim, shape[self.split_dim])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._split().mark(self.weight)  # a copied parameter has lost its marks
 
     def reset_parameters(self) -> None:
@@ -96,7 +96,8 @@ class SplitEmbedding(nn.Embedding):
         the result is of that class as well.
         """
         kind = type(embedding)
-        made = cls.__new__(cls if kind is nn.Embedding else type(kind.__name__, (kind, cls), {}))
+        own = cls if kind is nn.Embedding else type(kind.__name__, (kind, cls), {})
+        made: Self = cls.__new__(own)
         made.__dict__.update(embedding.__dict__)
         made._parameters = dict(embedding._parameters)
         split = made._join(default_group(group))

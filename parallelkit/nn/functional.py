@@ -49,7 +49,7 @@ def copy_to_group(x: Tensor, group: AnyGroup = None) -> Tensor:
         x: equal on every rank.
         group: a Group or one-dimensional DeviceMesh. Default: all ranks.
     """
-    return _Copy.apply(x, default_group(group))  # type: ignore[no-any-return]
+    return _Copy.apply(x, default_group(group))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def reduce_from_group(x: Tensor, group: AnyGroup = None) -> Tensor:
@@ -59,7 +59,7 @@ def reduce_from_group(x: Tensor, group: AnyGroup = None) -> Tensor:
         x: this rank's term, of one shape and dtype on every rank.
         group: as in `copy_to_group`.
     """
-    return _Reduce.apply(x, default_group(group))  # type: ignore[no-any-return]
+    return _Reduce.apply(x, default_group(group))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_from_group(
@@ -84,7 +84,7 @@ def gather_from_group(
         )
     dim = _dimension("gather_from_group", x, dim)
     length = exchange.whole_length(x, dim, group)
-    return _Gather.apply(x, group, dim, length, grad == "partial")  # type: ignore[no-any-return]
+    return _Gather.apply(x, group, dim, length, grad == "partial")  # type: ignore[no-untyped-call, no-any-return]
 
 
 def scatter_to_group(x: Tensor, group: AnyGroup = None, dim: int = -1) -> Tensor:
@@ -94,7 +94,7 @@ def scatter_to_group(x: Tensor, group: AnyGroup = None, dim: int = -1) -> Tensor
         x: equal on every rank.
         group, dim: as in `gather_from_group`.
     """
-    return _Scatter.apply(  # type: ignore[no-any-return]
+    return _Scatter.apply(  # type: ignore[no-untyped-call, no-any-return]
         x, default_group(group), _dimension("scatter_to_group", x, dim)
     )
 
@@ -106,7 +106,7 @@ def reduce_scatter_to_group(x: Tensor, group: AnyGroup = None, dim: int = -1) ->
         x: this rank's term, of one shape and dtype on every rank.
         group, dim: as in `gather_from_group`.
     """
-    return _ReduceScatter.apply(  # type: ignore[no-any-return]
+    return _ReduceScatter.apply(  # type: ignore[no-untyped-call, no-any-return]
         x, default_group(group), _dimension("reduce_scatter_to_group", x, dim)
     )
 

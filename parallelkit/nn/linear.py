@@ -212,7 +212,7 @@ class SplitLinear(nn.Module):
             Split(self.group, 0, length, self.blocks).mark(self.bias)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark()  # a copied parameter has lost its marks
 
     def reset_parameters(self) -> None:
@@ -356,7 +356,9 @@ class ColumnParallelLinear(SplitLinear):
             if self.sequence_parallel:
                 self._tokens(x)
                 tokens = exchange.whole_length(x, x.ndim - 2, self.group)
-            y = _ColumnLinear.apply(x, weight, bias, self.activation, self.group, tokens)
+            y = _ColumnLinear.apply(  # type: ignore[no-untyped-call]
+                x, weight, bias, self.activation, self.group, tokens
+            )
         return gather_from_group(y, self.group) if self.gather_output else y
 
 
@@ -414,6 +416,6 @@ class RowParallelLinear(SplitLinear):
         check("RowParallelLinear", x, x.shape, weight, bias, None, None, False)
         if self.sequence_parallel:
             self._tokens(x)
-        return _RowLinear.apply(  # type: ignore[no-any-return]
+        return _RowLinear.apply(  # type: ignore[no-untyped-call, no-any-return]
             x, weight, bias, self.group, self.sequence_parallel
         )

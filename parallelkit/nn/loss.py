@@ -83,13 +83,15 @@ def vocab_parallel_cross_entropy(
                 f"{name}: target must be in [0, {classes}) or ignore_index={ignore_index}, got "
                 f"{int(target[tuple(outside[0])])} at {outside[0].tolist()} {where}"
             )
-    losses = _CrossEntropy.apply(logits_shard, target, valid, group, classes, label_smoothing)
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits_shard, target, valid, group, classes, label_smoothing
+    )
     if reduction != "none":
         losses = losses.sum()
     if reduction == "mean":
         losses = losses / valid.sum()
     autocast = torch.is_autocast_enabled(logits_shard.device.type)
-    return losses if autocast else losses.to(logits_shard.dtype)  # type: ignore[no-any-return]
+    return losses if autocast else losses.to(logits_shard.dtype)
 
 
 class _CrossEntropy(Function):
