@@ -1,14 +1,14 @@
 """Layers split over the ranks of a group; every gradient is finished by the layer itself.
 
-    linear        column- and row-split linear layers
-    embedding     embeddings split by vocabulary or by feature
-    loss          cross entropy of split logits
-    functional    exchanges of activations with their conjugates; the fused linear operator
-    random        random numbers that differ between ranks
-    gradients     sums for parameters that every rank has whole
-    dtensor       weights as DTensors
-    split         how a tensor is cut
-    exchange      what travels between ranks
+linear        column- and row-split linear layers
+embedding     embeddings split by vocabulary or by feature
+loss          cross entropy of split logits
+functional    exchanges of activations with their conjugates; the fused linear operator
+random        random numbers that differ between ranks
+gradients     sums for parameters that every rank has whole
+dtensor       weights as DTensors
+split         how a tensor is cut
+exchange      what travels between ranks
 """
 
 from __future__ import annotations
