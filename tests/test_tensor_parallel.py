@@ -342,6 +342,40 @@ def test_data_and_tensor_parallel_ranks_train_as_one_process(sequence):
         assert difference < 1e-13
 
 
+def sharded_optimizer(group, fused):
+    """dp × tp with ShardedAdamW that clips, against clip_grad_norm_ and AdamW in one process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = pk.Group.from_mesh(mesh["dp"]), pk.Group.from_mesh(mesh["tp"])
+    whole = block()
+    split = pk.tensor_parallel(copy.deepcopy(whole), tp, PLAN)
+    model = pk.DataParallel(split, dp)
+    options = {"data_parallel": model} if fused else {"group": dp}
+    optimizer = pk.ShardedAdamW(model.parameters(), lr=1e-2, max_grad_norm=0.05, **options)
+    plain = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    norms = []
+    for step in range(3):
+        batches = [random(10 * step + r, n, 6, HIDDEN) for r, n in enumerate((1, 3))]
+        plain.zero_grad()
+        whole(torch.cat(batches)).square().mean().backward()
+        wanted = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+        plain.step()
+        optimizer.zero_grad()
+        x = batches[dp.rank]
+        model.backward(model(x).square().mean(), weight=len(x))
+        optimizer.step()
+        norms.append(float(abs(optimizer.last_grad_norm - wanted) / wanted))
+    state = pk.gather_state_dict(split)
+    worst = max(float((state[n] - t).abs().max()) for n, t in whole.state_dict().items())
+    return max(norms), worst
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["averaged", "fused"])
+def test_sharded_adamw_clips_by_the_norm_of_the_unsplit_model(fused):
+    for norm, difference in pk.testing.run_ranks(sharded_optimizer, 4, fused):
+        assert norm < 1e-12
+        assert difference < 1e-11  # AdamW divides by small roots
+
+
 def wrong_loads(group):
     model = pk.tensor_parallel(block(), group, PLAN)
     before = pk.gather_state_dict(model)

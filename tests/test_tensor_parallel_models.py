@@ -216,12 +216,43 @@ def refusals(group):
     return messages
 
 
+def with_dropout(group):
+    """Masks and replicas of models that drop, also when layers are computed twice."""
+    problems = []
+    for name, sequence_parallel in (("gpt2", False), ("gpt2", True), ("bert", False)):
+        gradients = []
+        for checkpointing in (False, True):
+            model = build(name)
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.3
+            split = pk.tensor_parallel(model, group, sequence_parallel=sequence_parallel)
+            if checkpointing:
+                split.gradient_checkpointing_enable({"use_reentrant": False})
+            torch.manual_seed(3)
+            loss = run(split, batch()).loss
+            if len(set(group._gather_objects(float(loss)))) > 1:
+                problems.append((name, sequence_parallel, "the ranks' losses differ"))
+            if len(set(group._gather_objects(float(torch.rand(1))))) > 1:
+                problems.append((name, sequence_parallel, "the generators differ afterwards"))
+            for parameter in split.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+            if differing_bits(group, split):
+                problems.append((name, sequence_parallel, "replicas differ"))
+            gradients.append(pk.gather_gradients(split))
+        largest = max(worst(gradients[1][n], gradients[0][n]) for n in gradients[0])
+        if largest > 1e-10:
+            problems.append((name, sequence_parallel, "recomputed with other masks", largest))
+    return problems
+
+
 def on_two_ranks(group, folder):
     sharded = [name for name in ALL if name not in ("phi3", "opt")]
     return {
         "whole sequences": compare(group, ALL, False, torch.float64),
         "sharded sequences": compare(group, sharded, True, torch.float64),
         "saved and loaded": round_trip(group, folder),
+        "dropout": with_dropout(group),
     }
 
 
@@ -259,6 +290,10 @@ def test_the_same_on_four_ranks_in_float32(four):
 
 def test_a_gathered_model_is_saved_and_loaded_as_transformers_does(two):
     assert [rank["saved and loaded"] for rank in two] == [[], []]
+
+
+def test_dropout_keeps_replicas_equal_and_recomputation_draws_the_same_masks(two):
+    assert [rank["dropout"] for rank in two] == [[], []]
 
 
 def test_what_cannot_be_split_is_one_value_error_on_every_rank_and_changes_nothing(four):
