@@ -30,7 +30,7 @@ class WeightedMean:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="parallelkit-ddp")
 
 
-Hook = Callable[[WeightedMean, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+Hook = Callable[[WeightedMean, dist.GradBucket], torch.futures.Future[torch.Tensor]]  # type: ignore[name-defined]
 
 
 def ddp_comm_hook(group: Group | None = None) -> tuple[WeightedMean, Hook]:
