@@ -1,7 +1,8 @@
 """One AdamW step of flat tensors in plain PyTorch, and how moments are stored in fewer bits.
 
-What csrc/adam.h does element by element, for transports and devices without native code. The random
-bits and codes are the same; the update differs by roundings only (PyTorch has no fused multiply-add).
+What csrc/adam.h does element by element, for transports and devices without native code. The
+random bits and codes are the same; the update differs by roundings only (PyTorch has no fused
+multiply-add).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def update_(
     param.mul_(s.decay).addcdiv_(exp_avg, denominator, value=-s.step_size)
 
 
-# -- random bits: a hash of step, parameter and element, so that any owner draws the same -------------
+# -- random bits: a hash of step, parameter and element, so that any owner draws the same ----------
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""Checkpoints of a model and its sharded optimizer: each rank writes its part, any world size reads.
+"""Checkpoints of a model and its sharded optimizer: each rank writes its part, any number reads.
 
-    path/current                 which version counts, and the hash of its manifest; replaced atomically
+    path/current                     which version counts, and the hash of its manifest
     path/version-.../manifest.json   sizes and hashes of the files, hyper-parameters, step counts
     path/version-.../*.distcp, .metadata   torch.distributed.checkpoint's own
 
-A save writes a new version beside the old one and then replaces `current`, so that a crash at any
-moment leaves the one before whole. A load checks every file before it changes anything, and unpickles
-only the classes that torch.distributed.checkpoint's metadata consists of.
+A save writes a new version beside the old one and then replaces `current` atomically, so that a
+crash at any moment leaves the one before whole. A load checks every file before it changes
+anything, and unpickles only the classes of which torch.distributed.checkpoint's metadata consists.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from .adamw import MOMENTS, decode
+from .adamw import decode
 from .errors import InvalidTypeError, ParallelKitError
 from .group import Group, default_group
 from .optimizer import ShardedAdamW
+from .optimizer_layout import Member
+from .optimizer_state import ENTRIES
 
 __all__ = ["CheckpointError", "load", "save"]
 
@@ -131,8 +133,8 @@ def load(
         `extra`, as it was given to `save`.
 
     Raises:
-        CheckpointError: nothing there, a file that is missing, cut off or edited, or another model's;
-            named. Nothing was loaded.
+        CheckpointError: nothing there, a file that is missing, cut off or edited, or another
+            model's; named. Nothing was loaded.
     """
     group = group or (optimizer.group if optimizer else default_group(None))
     root = Path(path)
@@ -179,7 +181,7 @@ def load(
     return manifest["extra"]
 
 
-# -- what is written ---------------------------------------------------------------------------------
+# -- what is written -------------------------------------------------------------------------------
 
 
 class _Piece:
@@ -237,24 +239,22 @@ def _model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {f"model.{name}": value.detach() for name, value in state.items()}
 
 
-def _owned(optimizer: ShardedAdamW) -> list[tuple[int, torch.Tensor, dict[str, Any], int, int]]:
-    """(index, parameter, state, start, stop) of what this rank owns of each parameter."""
-    indices = {p: i for i, p in enumerate(optimizer.parameters())}
-    return [
-        (indices[member.parameter], member.parameter, optimizer.state[member.parameter], *piece)
-        for member, piece in optimizer.pieces()
-    ]
+def _owned(optimizer: ShardedAdamW) -> Iterator[tuple[int, Member]]:
+    """(index, member) of each parameter that has state; the index is that of `state_dict`."""
+    for index, parameter in enumerate(optimizer.parameters()):
+        if parameter in optimizer.members:
+            yield index, optimizer.members[parameter]
 
 
 def _optimizer_pieces(optimizer: ShardedAdamW | None) -> dict[str, _Piece]:
     if optimizer is None:
         return {}
-    pieces = {}
-    for index, p, state, start, _ in _owned(optimizer):
-        for key in (*MOMENTS, "master_param"):
-            if key in state:
-                pieces[f"optimizer.{index}.{key}"] = _Piece(decode(key, state), start, p.numel())
-    return pieces
+    return {
+        f"optimizer.{index}.{key}": _Piece(decode(key, member.state), member.start, member.numel)
+        for index, member in _owned(optimizer)
+        for key in ENTRIES
+        if key in member.state
+    }
 
 
 def _empty_pieces(
@@ -266,33 +266,29 @@ def _empty_pieces(
     if manifest["steps"] is None:
         raise CheckpointError("checkpoint: it was saved without an optimizer; nothing was loaded")
     pieces: dict[str, _Piece] = {}
-    read: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-    for index, p, state, start, stop in _owned(optimizer):
-        read[p] = {}
+    read: dict[int, dict[str, torch.Tensor]] = {}
+    for index, member in _owned(optimizer):
         known = dict(enumerate(manifest["steps"])).get(index)
-        if known is None:
-            continue
-        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-        for key in (*MOMENTS, "master_param"):
-            if key in state and not (key == "master_param" and not known["master"]):
-                flat = torch.empty(stop - start, dtype=wide, device=state[key].device)
-                read[p][key] = flat
-                pieces[f"optimizer.{index}.{key}"] = _Piece(flat, start, p.numel())
-    return pieces, lambda: _take_over(optimizer, manifest, read)
+        read[index] = {}
+        for key in ENTRIES if known else ():
+            if key in member.state and (known["master"] or key != "master_param"):
+                dtype = torch.promote_types(member.parameter.dtype, torch.float32)
+                read[index][key] = torch.empty(
+                    member.stop - member.start, dtype=dtype, device=member.local.device
+                )
+                pieces[f"optimizer.{index}.{key}"] = _Piece(
+                    read[index][key], member.start, member.numel
+                )
 
+    def take_over() -> None:
+        for group, options in zip(optimizer.param_groups, manifest["groups"], strict=True):
+            group.update({**options, "betas": tuple(options["betas"])})
+        for index, member in _owned(optimizer):
+            known = manifest["steps"][index]
+            optimizer.fill(member, known["step"] if known else 0.0, read[index])
+        optimizer.skipped_steps = manifest["skipped_steps"]
 
-def _take_over(
-    optimizer: ShardedAdamW,
-    manifest: dict[str, Any],
-    read: dict[torch.Tensor, dict[str, torch.Tensor]],
-) -> None:
-    for group, options in zip(optimizer.param_groups, manifest["groups"], strict=True):
-        group.update({**options, "betas": tuple(options["betas"])})
-    for index, p in enumerate(optimizer.parameters()):
-        known = manifest["steps"][index]
-        if p in read:
-            optimizer.set_pieces(p, known["step"] if known else 0.0, read[p])
-    optimizer.skipped_steps = manifest["skipped_steps"]
+    return pieces, take_over
 
 
 def _settings(optimizer: ShardedAdamW | None) -> dict[str, Any]:
@@ -300,7 +296,8 @@ def _settings(optimizer: ShardedAdamW | None) -> dict[str, Any]:
     if optimizer is None:
         return {"groups": None, "shapes": None, "steps": None, "skipped_steps": 0}
     steps: list[Any] = [None] * sum(1 for _ in optimizer.parameters())
-    for index, _, state, _, _ in _owned(optimizer):
+    for index, member in _owned(optimizer):
+        state = member.state
         steps[index] = {"step": float(state["step"]), "master": "master_param" in state}
     groups = [
         {k: _plain(v) for k, v in group.items() if k not in ("params", "param_names")}
@@ -321,7 +318,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-# -- files -------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def _ranks_of(group: Group) -> dict[str, Any]:
@@ -391,7 +388,8 @@ def _opened(root: Path) -> tuple[Path, dict[str, Any]]:
         raise CheckpointError(f"{root / 'current'} is damaged: {error}") from error
     if hashlib.sha256(text).hexdigest() != current["sha256"]:
         raise CheckpointError(
-            f"{folder / 'manifest.json'} is not what {root / 'current'} announces; nothing was loaded"
+            f"{folder / 'manifest.json'} is not what {root / 'current'} announces; "
+            "nothing was loaded"
         )
     manifest = json.loads(text)
     if manifest["format"] != _FORMAT:

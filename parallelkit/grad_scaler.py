@@ -18,8 +18,8 @@ __all__ = ["GradScaler"]
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler that agrees over a group: what one rank finds, all act on.
 
-    Use it where gradients of the ranks are not averaged before the step, and for `ShardedAdamW` with
-    `data_parallel`, which takes the scale out of the gradients itself.
+    Use it where gradients of the ranks are not averaged before the step, and for `ShardedAdamW`
+    with `data_parallel`, which takes the scale out of the gradients itself.
 
     Args:
         device: of the scale. Default: "cpu".

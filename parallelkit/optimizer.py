@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from .adamw import MOMENTS, Setting, encode
+from .adamw import Setting
 from .data_parallel import DataParallel
 from .errors import (
     CollectiveMismatchError,
@@ -22,8 +22,9 @@ from .errors import (
 )
 from .group import Group, default_group
 from .ops import DTYPE_CODES
-from .optimizer_state import Buffer, Member, flat_view, gathered, local_of, move, new_state, place
-from .sharded_step import Squares, Step, Work, is_split, make_step
+from .optimizer_layout import Buffer, Member, local_of, place, place_like_gradients
+from .optimizer_state import StateFormat, checked_entries, load_entry, refresh_master, whole
+from .sharded_step import Squares, Step, Work, make_step
 
 __all__ = ["ShardedAdamW"]
 
@@ -48,27 +49,30 @@ class ShardedAdamW(Optimizer):
     """torch.optim.AdamW with 1/R of the state on each of R ranks.
 
     Each rank updates the elements it owns and writes them to every rank, so replicas are equal to
-    the bit. Making one, `step`, `state_dict`, `load_state_dict` and `add_param_group` are collective.
+    the bit. Collective are the constructor, `step`, `state_dict`, `load_state_dict` and
+    `add_param_group`.
 
-    Without `data_parallel`, gradients are taken as they stand in `.grad`: averaged over the ranks by
-    `pk.DataParallel` or torch DDP. With it, `backward` leaves gradients local (`.grad` is None) and
-    `step` does reduce-scatter, AdamW and all-gather in one pass; averaged gradients are never stored.
+    Without `data_parallel`, gradients are taken as they stand in `.grad`: averaged over the ranks
+    by `pk.DataParallel` or torch DDP. With it, `backward` leaves gradients local (`.grad` is None)
+    and `step` does reduce-scatter, AdamW and all-gather in one pass; averaged gradients are never
+    stored.
 
     Args:
-        params: as for torch.optim.AdamW: tensors, (name, tensor) pairs, or groups as dicts. Equal on
-            every rank. They move into memory that all ranks of the host reach.
+        params: as for torch.optim.AdamW: tensors, (name, tensor) pairs, or groups as dicts. Equal
+            on every rank. They move into memory that all ranks of the host reach.
         lr, betas, eps, weight_decay, amsgrad, maximize: as there.
         group: the ranks. Default: `data_parallel`'s, or all (`pk.init()`).
         data_parallel: a `pk.DataParallel` that holds the parameters.
         max_grad_norm: clip the global gradient to this L2 norm, inside the step.
         state_dtype: torch.float32; torch.bfloat16, stochastically rounded; or "int8", 256 elements
             to a scale, where a parameter has at least 4096. Float64 parameters have float64 state.
-        master_weights: keep float32 masters of bfloat16 and float16 parameters. Default "auto": yes.
-            Without, bfloat16 parameters are rounded stochastically.
+        master_weights: keep float32 masters of bfloat16 and float16 parameters. Default "auto":
+            yes. Without, bfloat16 parameters are rounded stochastically.
         skip_nonfinite: a gradient that is not finite, on any rank, makes every rank skip the step.
         foreach, fused: of no effect here; a warning says so.
 
     Attributes:
+        members: of each parameter that has state, where it lies and what this rank owns.
         averages: whether `step` averages the gradients, that is with `data_parallel`.
         last_grad_norm: of the last step before clipping, 0-dim float64; None where not measured.
         skipped_steps: steps that a gradient that was not finite cost.
@@ -115,7 +119,8 @@ class ShardedAdamW(Optimizer):
             )
         if master_weights not in ("auto", True, False):
             raise InvalidArgumentError(
-                f'ShardedAdamW: master_weights must be "auto", True or False, got {master_weights!r}'
+                'ShardedAdamW: master_weights must be "auto", True or False, '
+                f"got {master_weights!r}"
             )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InvalidArgumentError(
@@ -126,17 +131,14 @@ class ShardedAdamW(Optimizer):
         self.last_grad_norm: torch.Tensor | None = None
         self.skipped_steps = 0
         self._loss_scale = 1.0  # of pk.GradScaler, during its step
-        self._kind = _STATE_DTYPES[state_dtype]
-        self._masters = master_weights is not False
+        self._kept = StateFormat(_STATE_DTYPES[state_dtype], master_weights is not False)
         self._buckets = data_parallel.take_gradients() if data_parallel is not None else None
         self.averages = data_parallel is not None
         # torch's GradScaler leaves the scale to such an optimizer; `step` then refuses it.
         self._step_supports_amp_scaling = self.averages
         self._buffers: list[Buffer] = []
-        self._homes: dict[Member, Buffer] = {}
-        self._members: dict[torch.Tensor, Member] = {}
+        self.members: dict[torch.Tensor, Member] = {}
         self._step: Step | None = None
-        self._versions: dict[Member, int] = {}
         # torch checks the options, and says which a state_dict has.
         nothing = torch.zeros(0)
         checked = AdamW([nothing], lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
@@ -166,12 +168,13 @@ class ShardedAdamW(Optimizer):
 
     def _place_parameters(self) -> None:
         """Give state to trainable parameters that have none yet, and move them. Collective."""
-        new = [p for p in self.parameters() if p.requires_grad and p not in self._members]
+        new = [p for p in self.parameters() if p.requires_grad and p not in self.members]
         if not new:
             return
-        names = self._names()
+        every = self._names()
+        names = {p: every[p] for p in new}
         fault = next((f for p in new if (f := self._unfit(names[p], p))), None)
-        told = [f"{names[p]} {p.dtype}{list(p.shape)}" for p in new]
+        told = [f"{name} {p.dtype}{list(p.shape)}" for p, name in names.items()]
         heard = self.group._gather_objects((fault, told))
         for rank, (theirs, _) in enumerate(heard):
             if theirs is not None:
@@ -182,24 +185,33 @@ class ShardedAdamW(Optimizer):
                     f"ShardedAdamW: the ranks have different parameters: rank 0 {heard[0][1]}, "
                     f"rank {rank} {theirs}"
                 )
-        first = len(self._members)
-        share = self.group.size > 1 and self.group.transport == "shared-memory"
-        local = [p for p in new if isinstance(p, DTensor)]
-        if self._buckets is not None:
-            added = self._place_as_gradients(first, names, share)
+        first, share = len(self.members), self.group.transport == "shared-memory"
+        if self._buckets is None:
+            added = place(names, first, self.group, share)
         else:
-            whole = [p for p in new if not isinstance(p, DTensor)]
-            added = place(whole, [names[p] for p in whole], first, self.group, share)
-        for p in local:  # already split by someone else: each rank keeps what it has
-            number = first + sum(len(b.members) for b in added)
-            numel = p.to_local().numel()
-            added.append(Buffer([Member(p, number, 0, numel, names[p])], numel, 1))
+            added = place_like_gradients(
+                names, first, self.group, share, self._buckets, self._buffers
+            )
         self._buffers += added
-        for buffer in added:
-            for member in buffer.members:
-                self._members[member.parameter] = member
-                self._homes[member] = buffer
-                self.set_pieces(member.parameter, 0.0, {})
+        self.members |= {m.parameter: m for buffer in added for m in buffer.members}
+        for member in list(self.members.values())[first:]:
+            self.fill(member, 0.0, {})
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """All parameters, group by group: the order of `state_dict`."""
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def fill(self, member: Member, step: float, entries: Mapping[str, torch.Tensor]) -> None:
+        """Replace the state of what this rank owns of a parameter; see `StateFormat.fill`."""
+        amsgrad = self._group_of()[member.parameter]["amsgrad"]
+        self._kept.fill(member, step, entries, amsgrad)
+        self._restate()
+
+    def _restate(self) -> None:
+        """Show the members' state as `.state`, and forget where it lay."""
+        self.state.update({p: member.state for p, member in self.members.items()})
+        self._step = None
 
     def _unfit(self, name: str, p: torch.Tensor) -> ParallelKitError | None:
         """What is wrong with a parameter, and makes it dense."""
@@ -221,51 +233,10 @@ class ShardedAdamW(Optimizer):
             p.data = p.detach().contiguous()
         return None
 
-    def _place_as_gradients(
-        self, first: int, names: dict[torch.Tensor, str], share: bool
-    ) -> list[Buffer]:
-        """Buffers laid out like the gradient buckets that have none yet."""
-        assert self._buckets is not None
-        known = {id(b.bucket) for b in self._buffers}
-        added = []
-        for bucket in self._buckets:
-            if id(bucket) in known:
-                continue
-            buffer = Buffer([], len(bucket.flat), self.group.size, None, bucket)
-            for slot in bucket.slots:
-                p = slot.parameter
-                if p in names:
-                    number = first + sum(len(b.members) for b in added) + len(buffer.members)
-                    member = Member(p, number, slot.offset, slot.numel, slot.name)
-                    buffer.members.append(member)
-            if not buffer.members:
-                continue
-            if share:
-                move(buffer, self.group)
-            added.append(buffer)
-        return added
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        """All parameters, group by group: the order of `state_dict`."""
-        for group in self.param_groups:
-            yield from group["params"]
-
-    def pieces(self) -> Iterator[tuple[Member, tuple[int, int]]]:
-        """Each parameter that has state, and the elements [start, stop) of it that this rank owns."""
-        for member in self._homes:
-            yield member, self._piece_of(member)
-
-    def _piece_of(self, member: Member) -> tuple[int, int]:
-        buffer = self._homes[member]
-        return buffer.piece(member, self.group.rank if buffer.size > 1 else 0)
-
-    def _has_master(self, parameter: torch.Tensor) -> bool:
-        return self._masters and parameter.dtype in (torch.bfloat16, torch.float16)
-
     # -- the step -------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on the global mean gradient; with `data_parallel` averages it first. Collective.
 
         Args:
@@ -286,12 +257,12 @@ class ShardedAdamW(Optimizer):
         self._place_parameters()
         if self._step is None:
             averaged = self._buckets is None
-            self._step = make_step(self._buffers, self.state, self.group, averaged)
+            self._step = make_step(self._buffers, self.group, averaged)
         fault = None
         try:
             if getattr(self, "grad_scale", None) is not None:  # torch's scaler sets it
                 raise UsageError(
-                    "ShardedAdamW.step: with data_parallel the gradients of a rank are not averaged "
+                    "ShardedAdamW.step: with data_parallel a rank's gradients are not averaged "
                     "yet, and torch.amp.GradScaler would judge each rank by its own; use "
                     "parallelkit.GradScaler"
                 )
@@ -300,7 +271,8 @@ class ShardedAdamW(Optimizer):
             fault, gradients = error, {}
         moving = self._agree(gradients, fault)
         if moving:
-            self._refresh_masters()
+            for member in moving:
+                refresh_master(member)
             self._move(moving, gradients, 1.0 / self._loss_scale)
         if self._buckets is not None:
             self._buckets.reset()
@@ -317,16 +289,16 @@ class ShardedAdamW(Optimizer):
             self._loss_scale = 1.0
 
     def _gradients(self) -> dict[Member, torch.Tensor]:
-        """This rank's gradient of each parameter that has one, in the parameter's order of memory."""
+        """This rank's gradient of each parameter that has one, in the order of its memory."""
         if self._buckets is not None:
             self._buckets.settle()
             return {
-                self._members[slot.parameter]: slot.view
+                self.members[slot.parameter]: slot.view
                 for slot in self._buckets.slots
-                if slot.parameter in self._members
+                if slot.parameter in self.members
             }
         found = {}
-        for p, member in self._members.items():
+        for p, member in self.members.items():
             if p.grad is not None:
                 found[member] = self._usable(member, local_of(p.grad))
         return found
@@ -347,7 +319,7 @@ class ShardedAdamW(Optimizer):
         self, gradients: Mapping[Member, torch.Tensor], fault: ParallelKitError | None
     ) -> list[Member]:
         """Tell the ranks what is used here; the members that move, the same on every rank."""
-        members = list(self._members.values())
+        members = list(self.members.values())
         if self._buckets is None:
             used, weight = bytes(m in gradients for m in members), 1.0
         else:
@@ -369,8 +341,8 @@ class ShardedAdamW(Optimizer):
                     m for m, a, b in zip(members, facts.used, heard[0].used, strict=True) if a != b
                 )
                 raise CollectiveMismatchError(
-                    f"ShardedAdamW.step: {odd.name} has a gradient on one of rank 0 and rank {rank} "
-                    "only; gradients must be averaged before the step. Nothing was changed"
+                    f"ShardedAdamW.step: {odd.name} has a gradient on one of rank 0 and rank "
+                    f"{rank} only; gradients must be averaged before the step. Nothing was changed"
                 )
         some = [any(rank) for rank in zip(*(f.used for f in heard if f.weight > 0), strict=True)]
         return [member for member, moves in zip(members, some, strict=False) if moves]
@@ -381,10 +353,10 @@ class ShardedAdamW(Optimizer):
         """Measure, decide, step."""
         assert self._step is not None
         groups = self._group_of()
-        counts = torch.stack([self.state[m.parameter]["step"] for m in moving]).tolist()
+        steps = [member.state["step"] for member in moving]
         settings: dict[tuple[int, int], Setting] = {}
         work: dict[Member, tuple[torch.Tensor, Setting]] = {}
-        for member, count in zip(moving, counts, strict=True):
+        for member, count in zip(moving, torch.stack(steps).tolist(), strict=True):
             group = groups[member.parameter]
             key = (id(group), int(count))
             if key not in settings:
@@ -404,15 +376,16 @@ class ShardedAdamW(Optimizer):
             if self.max_grad_norm is not None:
                 clip = min(1.0, self.max_grad_norm / (norm + 1e-6))
         self._step.run(clip)
-        torch._foreach_add_([self.state[m.parameter]["step"] for m in moving], 1.0)
-        torch.autograd.graph.increment_version([m.parameter for m in moving])
-        self._note_versions()
+        torch._foreach_add_(steps, 1.0)
+        torch.autograd.graph.increment_version([member.parameter for member in moving])
+        for member in moving:
+            member.version = member.parameter._version
 
     def _norm(self, mine: Squares) -> float:
         """Of the whole gradient: over the shards of this group and of the tensor-parallel one."""
         heard = self.group._gather_objects(tuple(mine))
         squares = Squares(*(math.fsum(part) for part in zip(*heard, strict=True)))
-        split = next((p for p in self._members if is_split(p)), None)
+        split: Any = next((m.parameter for m in self.members.values() if m.split), None)
         if split is None:
             return math.sqrt(squares.whole)
         # Whole parameters are equal on all tensor-parallel ranks, and count once.
@@ -428,8 +401,8 @@ class ShardedAdamW(Optimizer):
         found = [f"{name} on rank {rank}" for rank, name in enumerate(culprits) if name]
         warnings.warn(
             "ShardedAdamW: a gradient is not finite, and every rank skips the step: "
-            f"{', '.join(found) or 'the sum over the ranks is too large'}. Further skipped steps are "
-            "counted in .skipped_steps",
+            f"{', '.join(found) or 'the sum over the ranks is too large'}. Further skipped steps "
+            "are counted in .skipped_steps",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -439,20 +412,6 @@ class ShardedAdamW(Optimizer):
         super().zero_grad(set_to_none)
         if self._buckets is not None:
             self._buckets.reset()
-
-    # -- masters and the parameters they belong to ---------------------------------------------
-
-    def _note_versions(self) -> None:
-        self._versions = {m: m.parameter._version for m in self._members.values()}
-
-    def _refresh_masters(self) -> None:
-        """Where somebody wrote to a parameter since, its elements win over their masters."""
-        for member, (start, stop) in self.pieces():
-            p, state = member.parameter, self.state[member.parameter]
-            if "master_param" in state and p._version != self._versions[member]:
-                now, master = flat_view(member.local)[start:stop], state["master_param"]
-                changed = master.to(now.dtype) != now
-                master.copy_(torch.where(changed, now.float(), master))
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -465,35 +424,29 @@ class ShardedAdamW(Optimizer):
             if name != "step"
         )
 
-    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """The whole state in torch.optim.AdamW's format, moments and masters in float32. Collective.
+    def state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """The whole state in torch.optim.AdamW's format, all in float32. Collective.
 
         Args:
             rank0_only: ranks above 0 get an empty dict, and need little memory for it.
 
         Returns:
             {"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}. Of a
-            bfloat16 or float16 parameter also "master_param". A parameter that was never stepped has
-            no entry, as in torch.
+            bfloat16 or float16 parameter also "master_param". A parameter that was never stepped
+            has no entry, as in torch.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         keep = self.group.rank == 0 or not rank0_only
-        full: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        for buffer in self._buffers:
-            for key in (*MOMENTS, "master_param"):
-                for member, flat in gathered(buffer, key, self.state, self.group, keep).items():
-                    local = member.local
-                    entry = flat.as_strided(local.shape, local.stride())
-                    full.setdefault(member.parameter, {})[key] = _like(entry, member.parameter)
+        entries = whole(self._buffers, self.group, keep)
         if not keep:
             return {}
         numbers = {p: index for index, p in enumerate(self._group_of())}
         packed: dict[str, Any] = {
             "state": {
-                index: {"step": self.state[p]["step"].clone(), **full[p]}
+                index: {"step": self.state[p]["step"].clone(), **entries[p]}
                 for p, index in numbers.items()
-                if p in full and self.state[p]["step"] > 0
+                if p in entries and self.state[p]["step"] > 0
             },
             "param_groups": [
                 {**group, "params": [numbers[p] for p in group["params"]]}
@@ -505,13 +458,13 @@ class ShardedAdamW(Optimizer):
         return packed
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the whole state back, given to every rank, whatever the world size that wrote it.
 
         Args:
-            state_dict: of this class or of torch.optim.AdamW. Moments stay float32 beside parameters
-                of fewer bits. "master_param" sets the parameters too; where it is absent, masters are
-                made from the parameters.
+            state_dict: of this class or of torch.optim.AdamW. Moments stay float32 beside
+                parameters of fewer bits. "master_param" sets the parameters too; where it is
+                absent, masters are made from the parameters.
 
         Raises:
             InvalidArgumentError: (a ValueError) it does not fit the parameters. Nothing was loaded.
@@ -521,9 +474,9 @@ class ShardedAdamW(Optimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         self._place_parameters()
         fault: ParallelKitError | None = None
-        found: dict[torch.Tensor, dict[str, Any]] = {}
+        found: Mapping[torch.Tensor, Mapping[str, Any]] = {}
         try:
-            found = self._checked(state_dict)
+            found = checked_entries(state_dict, self.param_groups, self.members)
         except ParallelKitError as error:
             fault = error
         for rank, theirs in enumerate(self.group._gather_objects(fault)):
@@ -531,86 +484,12 @@ class ShardedAdamW(Optimizer):
                 raise type(theirs)(f"{theirs} [rank {rank} of {self.group.size}]")
         for group, new in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in new.items() if k not in ("params", "param_names")})
-        for member, piece in self.pieces():
-            entry = found.get(member.parameter, {})
-            if "master_param" in entry:
-                member.local.copy_(local_of(entry["master_param"]))
-            flat = {}
-            for name in (*MOMENTS, "master_param"):
-                if name in entry:
-                    wide = torch.promote_types(member.local.dtype, torch.float32)
-                    ordered = torch.empty_like(member.local, dtype=wide)
-                    flat[name] = flat_view(ordered.copy_(local_of(entry[name])))[slice(*piece)]
-            self.set_pieces(member.parameter, float(entry.get("step", 0.0)), flat)
+        groups = self._group_of()
+        for p, member in self.members.items():
+            load_entry(member, found.get(p, {}), self._kept, groups[p]["amsgrad"])
+        self._restate()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _checked(self, state_dict: Mapping[str, Any]) -> dict[torch.Tensor, dict[str, Any]]:
-        """The entry of each parameter, once everything fits."""
-        name = "ShardedAdamW.load_state_dict"
-        theirs = state_dict.get("param_groups")
-        if theirs is None or "state" not in state_dict:
-            raise InvalidArgumentError(
-                f'{name}: wanted a dict with "state" and "param_groups", got {sorted(state_dict)}; '
-                "every rank needs the whole of it"
-            )
-        sizes = [len(group["params"]) for group in theirs]
-        ours = [len(group["params"]) for group in self.param_groups]
-        if sizes != ours:
-            raise InvalidArgumentError(
-                f"{name}: wanted parameter groups of {ours} parameters, got {sizes}"
-            )
-        names, found = self._names(), {}
-        for group, their in zip(self.param_groups, theirs, strict=True):
-            for p, index in zip(group["params"], their["params"], strict=True):
-                entry = state_dict["state"].get(index)
-                if entry is None:
-                    continue
-                if p not in self._members:
-                    raise InvalidArgumentError(f"{name}: {names[p]} is frozen, but has state")
-                amsgrad = their.get("amsgrad", group["amsgrad"])
-                for key in ("step", *MOMENTS[: 3 if amsgrad else 2]):
-                    if key not in entry:
-                        raise InvalidArgumentError(
-                            f"{name}: state[{index}] ({names[p]}) has no {key!r}; nothing was loaded"
-                        )
-                for key in (*MOMENTS, "master_param"):
-                    if key in entry and tuple(entry[key].shape) != tuple(p.shape):
-                        raise InvalidArgumentError(
-                            f"{name}: state[{index}][{key!r}] ({names[p]}) must have shape "
-                            f"{list(p.shape)}, got {list(entry[key].shape)}; nothing was loaded"
-                        )
-                found[p] = entry
-        return found
-
-    @torch.no_grad()
-    def set_pieces(
-        self, parameter: torch.Tensor, step: float, entries: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Replace the state of what this rank owns of a parameter.
-
-        Args:
-            parameter: has its new value already.
-            step: count.
-            entries: of MOMENTS and "master_param", [n] in order of memory. Moments that are absent
-                become zero, and a master is made from the parameter.
-        """
-        member = self._members[parameter]
-        state = self.state[parameter] = new_state(
-            member.local,
-            *self._piece_of(member),
-            kind=self._kind,
-            master=self._has_master(parameter),
-            amsgrad=self._group_of()[parameter]["amsgrad"],
-        )
-        state["step"].fill_(step)
-        for name, entry in entries.items():
-            if name == "master_param" and name in state:
-                state[name].copy_(entry)
-            elif name in state:
-                encode(name, entry, state)
-        self._versions[member] = parameter._version
-        self._step = None
 
 
 def _numbers(group: Mapping[str, Any]) -> tuple[float, ...]:
@@ -618,17 +497,3 @@ def _numbers(group: Mapping[str, Any]) -> tuple[float, ...]:
     beta1, beta2 = group["betas"]
     options = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
     return (*map(float, options), group["amsgrad"], group["maximize"])
-
-
-def _like(entry: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of an entry, as a DTensor where the parameter is one."""
-    if not isinstance(parameter, DTensor):
-        return entry
-    return DTensor.from_local(
-        entry,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

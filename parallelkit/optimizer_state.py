@@ -1,225 +1,150 @@
-"""Which rank owns which elements of the parameters, and the optimizer state of what a rank owns.
+"""The state of the sharded optimizer: each rank's part, the whole, and the way between them.
 
-Parameters lie in *buffers*; a buffer of n elements is cut into one range for each rank, and a rank's
-*piece* of a parameter is what its range covers of it, at most one. Cuts fall on blocks of 256
-elements counted from a parameter's first, so that no cut divides a block of quantised state.
+In a member's `.state` everything is flat, in the parameter's order of memory, and of the owned
+elements alone; in a state dict it has the parameter's shape, and is float32 or wider.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from .adamw import BLOCK, MOMENTS, decode
-from .buckets import Bucket, Spec
+from .adamw import BLOCK, MOMENTS, decode, encode
 from .collectives import all_gather_flat
+from .errors import InvalidArgumentError
 from .group import Group
+from .optimizer_layout import Buffer, Member, flat_view, local_of
 
-__all__ = ["Buffer", "Member", "flat_view", "gathered", "local_of", "move", "new_state", "place"]
+__all__ = ["ENTRIES", "StateFormat", "checked_entries", "load_entry", "refresh_master", "whole"]
 
-_BUFFER_BYTES = 64 << 20  # no buffer is larger, unless one parameter is
-_LINE_BYTES = 64
-_SMALL = 4096  # parameters with fewer elements keep float32 state where the others have int8
+ENTRIES = (*MOMENTS, "master_param")
+
+_SMALL = 4096  # parameters with fewer elements keep float32 moments where the others have int8
 _WINDOW = 1 << 20  # elements of each rank that travel at a time when state is gathered
 
 
-@dataclass(eq=False)
-class Member:
-    """A parameter and its place in a buffer."""
-
-    parameter: torch.Tensor
-    number: int  # in the order of placing, equal at any world size
-    offset: int
-    numel: int
-    name: str = ""
-
-    @property
-    def local(self) -> torch.Tensor:
-        """The parameter, or this rank's shard where it is a DTensor."""
-        return local_of(self.parameter)
-
-    def cut(self, begin: int, end: int) -> tuple[int, int]:
-        """What [begin, end) of the buffer covers of it, in its own elements."""
-        start = min(max(begin - self.offset, 0), self.numel)
-        return start, max(start, min(end - self.offset, self.numel))
-
-
-@dataclass(eq=False)
-class Buffer:
-    """Parameters that are cut into ranges together.
+class StateFormat:
+    """How state is kept.
 
     Args:
-        members: in the order of their offsets.
-        numel: length, padding included.
-        size: ranks among which it is cut.
-        flat: the parameters' memory in reach of every rank, or None where they lie on their own.
-        bucket: where their gradients lie, or None where those are in `.grad`.
+        moments: dtype of the moments; a float64 parameter's are float64.
+        masters: keep float32 copies of bfloat16 and float16 parameters.
     """
 
-    members: list[Member]
-    numel: int
-    size: int
-    flat: torch.Tensor | None = None
-    bucket: Bucket | None = None
+    def __init__(self, moments: torch.dtype, masters: bool) -> None:
+        self._moments, self._masters = moments, masters
 
-    def range(self, rank: int) -> tuple[int, int]:
-        """What `rank` owns of it."""
-        return self._cut(rank), self._cut(rank + 1)
+    def fill(
+        self, member: Member, step: float, entries: Mapping[str, torch.Tensor], amsgrad: bool
+    ) -> None:
+        """Replace the state of what this rank owns of a parameter.
 
-    def _cut(self, rank: int) -> int:
-        at = min(rank * math.ceil(self.numel / self.size), self.numel)
-        for member in self.members:
-            if member.offset < at < member.offset + member.numel:
-                within = math.ceil((at - member.offset) / BLOCK) * BLOCK
-                return member.offset + min(within, member.numel)
-        return at
-
-    def pieces(self, rank: int) -> Iterator[tuple[Member, int, int]]:
-        """(member, start, stop) for each parameter that `rank` owns something of."""
-        begin, end = self.range(rank)
-        for member in self.members:
-            start, stop = member.cut(begin, end)
-            if start < stop:
-                yield member, start, stop
-
-    def piece(self, member: Member, rank: int) -> tuple[int, int]:
-        """(start, stop) of what `rank` owns of one member, maybe nothing."""
-        return member.cut(*self.range(rank))
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order of memory, [n]."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
+        Args:
+            member: whose parameter has its new value already.
+            step: count of steps done.
+            entries: some of ENTRIES, [n]. Moments that are absent become zero, and a master is made
+                from the parameter.
+            amsgrad: keep the largest second moment too.
+        """
+        parameter = member.local
+        count, device = member.stop - member.start, parameter.device
+        kind = self._moments
+        if parameter.dtype == torch.float64:
+            kind = torch.float64
+        elif kind == torch.int8 and parameter.numel() < _SMALL:
+            kind = torch.float32
+        state: dict[str, Any] = {"step": torch.tensor(step, dtype=torch.float32)}
+        for name in MOMENTS[: 3 if amsgrad else 2]:
+            unsigned = kind == torch.int8 and name != "exp_avg"
+            state[name] = torch.zeros(count, dtype=torch.uint8 if unsigned else kind, device=device)
+            if kind == torch.int8:
+                state[f"{name}_scale"] = torch.zeros(math.ceil(count / BLOCK), device=device)
+            if name in entries:
+                encode(name, entries[name], state)
+        if self._masters and parameter.dtype in (torch.bfloat16, torch.float16):
+            own = flat_view(parameter)[member.start : member.stop]
+            state["master_param"] = entries.get("master_param", own).to(torch.float32, copy=True)
+        member.state = state
+        member.version = member.parameter._version
 
 
-def place(
-    parameters: Sequence[torch.Tensor], names: Sequence[str], first: int, group: Group, share: bool
-) -> list[Buffer]:
-    """Buffers for parameters whose gradients lie in `.grad`. Collective.
+def refresh_master(member: Member) -> None:
+    """Where somebody else wrote to the parameter, its elements win over their masters."""
+    if "master_param" in member.state and member.parameter._version != member.version:
+        now = flat_view(member.local)[member.start : member.stop]
+        master = member.state["master_param"]
+        changed = master.to(now.dtype) != now
+        master.copy_(torch.where(changed, now.float(), master))
 
-    Args:
-        parameters: equal shapes and dtypes on every rank.
-        names: theirs, for messages.
-        first: number of the first.
-        group: the ranks.
-        share: move them into memory that every rank reaches.
-    """
-    filling: dict[torch.dtype, Buffer] = {}
-    buffers: list[Buffer] = []
-    for number, (parameter, name) in enumerate(zip(parameters, names, strict=True), first):
-        numel, line = parameter.numel(), _LINE_BYTES // parameter.element_size()
-        buffer = filling.get(parameter.dtype)
-        full = buffer and (buffer.numel + numel) * parameter.element_size() > _BUFFER_BYTES
-        if buffer is None or full:
-            buffer = filling[parameter.dtype] = Buffer([], 0, group.size)
-            buffers.append(buffer)
-        buffer.members.append(Member(parameter, number, buffer.numel, numel, name))
-        buffer.numel += math.ceil(numel / line) * line
+
+# -- the whole state -------------------------------------------------------------------------------
+
+
+def whole(
+    buffers: Sequence[Buffer], group: Group, keep: bool
+) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """The entries of every parameter, in its shape; nothing where not kept. Collective."""
+    found: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
     for buffer in buffers:
-        if share:
-            move(buffer, group)
-    return buffers
+        for key in ENTRIES:
+            for member, flat in _gathered(buffer, key, group, keep).items():
+                local = member.local
+                entry = flat.as_strided(local.shape, local.stride())
+                found.setdefault(member.parameter, {})[key] = _like(entry, member.parameter)
+    return found
 
 
-def move(buffer: Buffer, group: Group) -> None:
-    """Move a buffer's parameters into memory that every rank reaches. Collective."""
-    buffer.flat = group.empty(buffer.numel, dtype=buffer.members[0].parameter.dtype).zero_()
-    for member in buffer.members:
-        spec = Spec.of(member.name, member.parameter)
-        view = buffer.flat.as_strided(spec.shape, spec.stride, member.offset)
-        view.copy_(member.parameter.detach())
-        member.parameter.data = view
+def _like(entry: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of an entry, as a DTensor where the parameter is one."""
+    if not isinstance(parameter, DTensor):
+        return entry
+    return DTensor.from_local(
+        entry,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
-def new_state(
-    parameter: torch.Tensor,
-    start: int,
-    stop: int,
-    *,
-    kind: torch.dtype,
-    master: bool,
-    amsgrad: bool,
-) -> dict[str, Any]:
-    """The state before the first step of elements [start, stop) of a parameter.
-
-    Args:
-        parameter: dense, or without elements here.
-        kind: dtype of the moments; a float64 parameter's are float64.
-        master: keep a float32 copy.
-        amsgrad: keep the largest second moment too.
-    """
-    count, device = stop - start, parameter.device
-    if parameter.dtype == torch.float64:
-        kind = torch.float64
-    elif kind == torch.int8 and parameter.numel() < _SMALL:
-        kind = torch.float32
-    state: dict[str, Any] = {"step": torch.tensor(0.0, dtype=torch.float32)}
-    for name in MOMENTS[: 3 if amsgrad else 2]:
-        unsigned = kind == torch.int8 and name != "exp_avg"
-        state[name] = torch.zeros(count, dtype=torch.uint8 if unsigned else kind, device=device)
-        if kind == torch.int8:
-            state[f"{name}_scale"] = torch.zeros(math.ceil(count / BLOCK), device=device)
-    if master:
-        state["master_param"] = flat_view(parameter)[start:stop].float()
-    return state
-
-
-def gathered(
-    buffer: Buffer, key: str, states: dict[Any, dict[str, Any]], group: Group, keep: bool
-) -> dict[Member, torch.Tensor]:
-    """One entry of the state of all elements: [numel] for each member that has it. Collective.
+def _gathered(buffer: Buffer, key: str, group: Group, keep: bool) -> dict[Member, torch.Tensor]:
+    """One entry of all elements: [numel] for each member that has it.
 
     It travels in windows, so that a rank that does not keep the result needs little memory.
-
-    Args:
-        buffer: whose members are meant.
-        key: of MOMENTS, or "master_param".
-        states: of this rank, by parameter.
-        group: the ranks.
-        keep: return the result here; else an empty dict.
     """
-    members = [m for m in buffer.members if m.parameter in states and key in states[m.parameter]]
-    if not members:
-        return {}
-    if buffer.size == 1:
-        return {m: decode(key, states[m.parameter]).clone() for m in members if keep}
+    members = [m for m in buffer.members if key in m.state]
+    if buffer.size == 1 or not members:
+        return {m: decode(key, m.state).clone() for m in members if keep}
     chosen = set(members)
-    dtype = torch.float64 if members[0].parameter.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(members[0].parameter.dtype, torch.float32)
+    device = members[0].local.device
     owned = [[p for p in buffer.pieces(r) if p[0] in chosen] for r in range(group.size)]
     longest = max(sum(stop - start for _, start, stop in pieces) for pieces in owned)
-    full = {m: torch.empty(m.numel, dtype=dtype, device=m.local.device) for m in members if keep}
-    device = members[0].local.device
+    full = {m: torch.empty(m.numel, dtype=dtype, device=device) for m in members if keep}
     window = min(_WINDOW, max(longest, 1))
     mine = torch.zeros(window, dtype=dtype, device=device)
     everybody = torch.empty(window * group.size, dtype=dtype, device=device)
     for at in range(0, longest, window):
         for member, start, stop, place in _within(owned[group.rank], at, window):
-            origin = buffer.piece(member, group.rank)[0]
-            part = _part(states[member.parameter], key, start - origin, stop - origin)
+            part = _part(member.state, key, start - member.start, stop - member.start)
             mine[place : place + stop - start] = part
         all_gather_flat(mine, len(everybody), group, out=everybody)
-        if keep:
-            for rank in range(group.size):
-                for member, start, stop, place in _within(owned[rank], at, window):
-                    begin = rank * window + place
-                    full[member][start:stop] = everybody[begin : begin + stop - start]
+        for rank in range(group.size if keep else 0):
+            for member, start, stop, place in _within(owned[rank], at, window):
+                begin = rank * window + place
+                full[member][start:stop] = everybody[begin : begin + stop - start]
     return full
 
 
 def _within(
     pieces: Sequence[tuple[Member, int, int]], at: int, window: int
 ) -> Iterator[tuple[Member, int, int, int]]:
-    """What [at, at + window) of a rank's pieces, end to end, covers: (member, start, stop, place)."""
+    """What [at, at + window) of pieces laid end to end covers: (member, start, stop, place)."""
     begin = 0
     for member, start, stop in pieces:
         low, high = max(at, begin), min(at + window, begin + stop - start)
@@ -236,5 +161,60 @@ def _part(state: dict[str, Any], key: str, start: int, stop: int) -> torch.Tenso
         return entry[start:stop]
     first = start // BLOCK * BLOCK  # whole blocks, so that scales and elements fit
     scales = scale[first // BLOCK : math.ceil(stop / BLOCK)]
-    block = {key: state[key][first:stop], f"{key}_scale": scales}
-    return decode(key, block)[start - first :]
+    return decode(key, {key: state[key][first:stop], f"{key}_scale": scales})[start - first :]
+
+
+def checked_entries(
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    members: Mapping[torch.Tensor, Member],
+) -> dict[torch.Tensor, Mapping[str, Any]]:
+    """The entry of each parameter, once everything fits; else InvalidArgumentError."""
+    call = "ShardedAdamW.load_state_dict"
+    theirs = state_dict.get("param_groups")
+    if theirs is None or "state" not in state_dict:
+        raise InvalidArgumentError(
+            f'{call}: wanted a dict with "state" and "param_groups", got {sorted(state_dict)}; '
+            "every rank needs the whole of it"
+        )
+    ours, found_sizes = ([len(g["params"]) for g in groups] for groups in (param_groups, theirs))
+    if ours != found_sizes:
+        raise InvalidArgumentError(
+            f"{call}: wanted parameter groups of {ours} parameters, got {found_sizes}"
+        )
+    found: dict[torch.Tensor, Mapping[str, Any]] = {}
+    for group, their in zip(param_groups, theirs, strict=True):
+        required = ("step", *MOMENTS[: 3 if their.get("amsgrad", group["amsgrad"]) else 2])
+        for p, index in zip(group["params"], their["params"], strict=True):
+            entry = state_dict["state"].get(index)
+            if entry is None:
+                continue
+            whose = f"state[{index}] ({members[p].name if p in members else 'frozen here'})"
+            missing = [key for key in required if key not in entry]
+            if missing or p not in members:
+                raise InvalidArgumentError(
+                    f"{call}: {whose} has no {', '.join(map(repr, missing)) or 'place'}; "
+                    "nothing was loaded"
+                )
+            for key in ENTRIES:
+                if key in entry and entry[key].shape != p.shape:
+                    raise InvalidArgumentError(
+                        f"{call}: {key!r} of {whose} must have shape {list(p.shape)}, "
+                        f"got {list(entry[key].shape)}; nothing was loaded"
+                    )
+            found[p] = entry
+    return found
+
+
+def load_entry(member: Member, entry: Mapping[str, Any], kept: StateFormat, amsgrad: bool) -> None:
+    """Take a parameter's entry of a whole state dict; an empty one is that of no step yet."""
+    local = member.local
+    if "master_param" in entry:
+        local.copy_(local_of(entry["master_param"]))
+    flat = {}
+    for name in ENTRIES:
+        if name in entry:
+            ordered = torch.empty_like(local, dtype=torch.promote_types(local.dtype, torch.float32))
+            ordered.copy_(local_of(entry[name]))
+            flat[name] = flat_view(ordered)[member.start : member.stop]
+    kept.fill(member, float(entry.get("step", 0.0)), flat, amsgrad)

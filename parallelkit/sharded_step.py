@@ -1,7 +1,7 @@
-"""The pass of the sharded optimizer: mean gradient of the owned elements, AdamW, new parameters to all.
+"""The pass of the sharded optimizer: mean gradient of owned elements, AdamW, parameters to all.
 
-`NativeStep` does it in one pass over memory that the ranks share; `PlainStep` with torch.distributed
-and plain PyTorch. Both are used as
+`NativeStep` does it in one pass over memory that the ranks share; `PlainStep` goes through
+torch.distributed and plain PyTorch. Both are used as
 
     step.load(work, weight, scale)    what moves, and what this rank's gradients count for
     step.measure()                    optional: squares of the owned elements of the mean gradient
@@ -11,7 +11,7 @@ and plain PyTorch. Both are used as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ from .adamw import MOMENTS, Setting, decode, encode, round_stochastically, updat
 from .agreement import refuse
 from .group import Group
 from .ops import DTYPE_CODES, cpu
-from .optimizer_state import Buffer, Member, flat_view
+from .optimizer_layout import Buffer, Member, flat_view
 from .transport import REDUCTIONS, Call, Reply
 from .transport.process_group import wide_dtype
 from .transport.shared_memory import SharedMemory
@@ -28,7 +28,6 @@ __all__ = ["Squares", "Step", "Work", "make_step"]
 
 # Of the members that move: the gradient, in the parameter's order of memory, and the setting.
 Work = Mapping[Member, tuple[torch.Tensor, Setting]]
-States = Mapping[torch.Tensor, dict[str, Any]]
 
 
 class Squares(NamedTuple):
@@ -56,22 +55,16 @@ class Step(Protocol):
         ...
 
 
-def make_step(buffers: Sequence[Buffer], states: States, group: Group, averaged: bool) -> Step:
+def make_step(buffers: Sequence[Buffer], group: Group, averaged: bool) -> Step:
     """The step for the group's transport.
 
     Args:
-        buffers: all parameters.
-        states: of this rank's pieces, by parameter; updated in place.
+        buffers: of all parameters, whose state is updated in place.
         group: the ranks.
         averaged: gradients are the global mean already.
     """
     kind = NativeStep if isinstance(group._transport, SharedMemory) else PlainStep
-    return kind(buffers, states, group, averaged)
-
-
-def is_split(parameter: torch.Tensor) -> bool:
-    """Whether other tensor-parallel ranks hold other parts of it."""
-    return getattr(parameter, "tp_group", None) is not None
+    return kind(buffers, group, averaged)
 
 
 def _checked(group: Group, reply: Reply, weight: float) -> None:
@@ -82,9 +75,7 @@ def _checked(group: Group, reply: Reply, weight: float) -> None:
 class NativeStep:
     """csrc/cpu/sharded_step.cpp, over shared memory or in one process."""
 
-    def __init__(
-        self, buffers: Sequence[Buffer], states: States, group: Group, averaged: bool
-    ) -> None:
+    def __init__(self, buffers: Sequence[Buffer], group: Group, averaged: bool) -> None:
         assert cpu is not None and isinstance(group._transport, SharedMemory)
         self._group, self._transport = group, group._transport
         self._reduction = REDUCTIONS["total" if averaged else "sum"]
@@ -100,33 +91,23 @@ class NativeStep:
             buffers, param_strides, grad_strides, strict=True
         ):
             for member in buffer.members:
-                self._add(buffer, member, states[member.parameter], param_stride, grad_stride)
+                self._add(member, param_stride, grad_stride)
 
-    def _add(
-        self,
-        buffer: Buffer,
-        member: Member,
-        state: dict[str, Any],
-        param_stride: int,
-        grad_stride: int,
-    ) -> None:
-        dtype = member.parameter.dtype
+    def _add(self, member: Member, param_stride: int, grad_stride: int) -> None:
+        dtype, state = member.parameter.dtype, member.state
         master = state.get("master_param")
         stochastic = master is None and dtype == torch.bfloat16
-        split = is_split(member.parameter)
-        self.native.add_parameter(DTYPE_CODES[dtype], stochastic, split, param_stride, grad_stride)
+        code = DTYPE_CODES[dtype]
+        self.native.add_parameter(code, stochastic, member.split, param_stride, grad_stride)
         index = len(self._members)
         self._members.append(member)
-        start, stop = buffer.piece(member, self._group.rank if buffer.size > 1 else 0)
-        if start == stop:
-            return
-        kind = {torch.bfloat16: 1, torch.int8: 2}.get(state["exp_avg"].dtype, 0)
-        moments = tuple(_address(state.get(name)) for name in MOMENTS)
-        scales = tuple(_address(state.get(f"{name}_scale")) for name in MOMENTS)
-        number = member.number
-        self.native.add_piece(
-            index, number, start, stop - start, _address(master), kind, moments, scales
-        )
+        count = member.stop - member.start
+        if count:
+            kind = {torch.bfloat16: 1, torch.int8: 2}.get(state["exp_avg"].dtype, 0)
+            moments = tuple(_address(state.get(name)) for name in MOMENTS)
+            scales = tuple(_address(state.get(f"{name}_scale")) for name in MOMENTS)
+            place = (index, member.number, member.start, count)
+            self.native.add_piece(*place, _address(master), kind, moments, scales)
 
     def load(self, work: Work, weight: float, scale: float) -> None:
         settings: dict[Setting, int] = {}
@@ -164,19 +145,16 @@ def _address(tensor: torch.Tensor | None) -> int:
 class PlainStep:
     """Reduce-scatter, AdamW on the shard and all-gather, buffer by buffer."""
 
-    def __init__(
-        self, buffers: Sequence[Buffer], states: States, group: Group, averaged: bool
-    ) -> None:
-        self._buffers, self._states, self._group = buffers, states, group
+    def __init__(self, buffers: Sequence[Buffer], group: Group, averaged: bool) -> None:
+        self._buffers, self._group = buffers, group
         self._averaged = averaged
 
     def load(self, work: Work, weight: float, scale: float) -> None:
         self._work, self._weight, self._scale = work, weight, scale
         self._shards: dict[Member, torch.Tensor] | None = None
 
-    def _pieces(self, buffer: Buffer) -> list[tuple[Member, int, int]]:
-        rank = self._group.rank if buffer.size > 1 else 0
-        return [piece for piece in buffer.pieces(rank) if piece[0] in self._work]
+    def _owned(self, buffer: Buffer) -> list[Member]:
+        return [m for m in buffer.members if m in self._work and m.start < m.stop]
 
     def _moves(self, buffer: Buffer) -> bool:
         return any(member in self._work for member in buffer.members)
@@ -189,8 +167,8 @@ class PlainStep:
                 if not self._averaged:
                     self._reduce_scatter(buffer, self._shards)
                     continue
-                for member, start, stop in self._pieces(buffer):
-                    grad = flat_view(self._work[member][0])[start:stop]
+                for member in self._owned(buffer):
+                    grad = flat_view(self._work[member][0])[member.start : member.stop]
                     scale = torch.tensor(self._scale, dtype=torch.float64, device=grad.device)
                     self._shards[member] = (grad * scale).to(wide_dtype(grad.dtype))
         return self._shards
@@ -209,29 +187,29 @@ class PlainStep:
         prepared = transport.prepare([rows.view(-1)])
         _checked(self._group, transport.reduce_scatter(prepared, mine, call), self._weight)
         begin = buffer.range(self._group.rank)[0]
-        for member, start, stop in self._pieces(buffer):
+        for member in self._owned(buffer):
             at = member.offset - begin
-            shards[member] = mine[at + start : at + stop].clone()
+            shards[member] = mine[at + member.start : at + member.stop].clone()
 
     def measure(self) -> Squares:
         sums = [0.0, 0.0]
         for member, grad in self._mean().items():
-            sums[is_split(member.parameter)] += float(grad.double().square().sum())
+            sums[member.split] += float(grad.double().square().sum())
         return Squares(*sums)
 
     def run(self, clip: float) -> None:
         shards = self._mean()
         for buffer in filter(self._moves, self._buffers):
-            for member, start, stop in self._pieces(buffer):
+            for member in self._owned(buffer):
                 grad = shards[member] if clip == 1.0 else shards[member] * clip
-                self._update(member, start, stop, grad)
+                self._update(member, grad)
             if buffer.size > 1:
                 self._all_gather(buffer)
         self._work, self._shards = {}, None
 
-    def _update(self, member: Member, start: int, stop: int, grad: torch.Tensor) -> None:
-        state, setting = self._states[member.parameter], self._work[member][1]
-        param = flat_view(member.local)[start:stop]
+    def _update(self, member: Member, grad: torch.Tensor) -> None:
+        state, setting = member.state, self._work[member][1]
+        param = flat_view(member.local)[member.start : member.stop]
         value = state.get("master_param")
         if value is None:
             value = param.to(grad.dtype)  # itself where it is float32
@@ -245,7 +223,7 @@ class PlainStep:
             moments.get("max_exp_avg_sq"),
             setting,
         )
-        draw = (setting.count, member.number, start)
+        draw = (setting.count, member.number, member.start)
         for name in names:
             encode(name, moments[name], state, draw)
         if param.dtype == torch.bfloat16 and "master_param" not in state:
