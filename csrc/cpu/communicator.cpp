@@ -23,6 +23,11 @@ std::uint64_t chunks_of(const Cut& cut, std::uint64_t chunk_bytes) {
   return cut.size == 1 ? 0 : ceil_div(cut(0).size(), chunk_bytes);
 }
 
+// An empty shard may have no address, which memmove must not see.
+void copy_bytes(std::byte* to, const std::byte* from, std::uint64_t bytes) {
+  if (bytes > 0) std::memmove(to, from, bytes);
+}
+
 }  // namespace
 
 // The two ways of a reduction for one thread of one rank.
@@ -274,7 +279,7 @@ Result Communicator::all_gather(const TensorList& list, const std::byte* shard,
       const Range part = team.part(mine);
       for (int step = 0; step < size(); ++step) {
         const std::ptrdiff_t away = (visited(step) - rank()) * list.spans().front().stride;
-        std::memmove(whole + part.begin + away, shard + (part.begin - mine.begin), part.size());
+        copy_bytes(whole + part.begin + away, shard + (part.begin - mine.begin), part.size());
         traffic_.written += part.size();
       }
       traffic_.read += part.size();
@@ -283,20 +288,17 @@ Result Communicator::all_gather(const TensorList& list, const std::byte* shard,
     }
     for (std::uint64_t step = 0; step < chunks; ++step) {
       const Range own = chunk_of(mine, chunk, step), part = team.part(own);
-      std::memcpy(staging_.inputs(peers_.slab(rank()), filling_slot(team)) +
-                      (part.begin - own.begin),
-                  shard + (part.begin - mine.begin), part.size());
-      std::memmove(whole + part.begin, shard + (part.begin - mine.begin), part.size());
+      std::byte* slot = staging_.inputs(peers_.slab(rank()), filling_slot(team));
+      copy_bytes(slot + (part.begin - own.begin), shard + (part.begin - mine.begin), part.size());
+      copy_bytes(whole + part.begin, shard + (part.begin - mine.begin), part.size());
       traffic_.staged += part.size();
       if (!gate(team)) return;
       for (int next = 0; next < size(); ++next) {
         const int owner = visited(next);
         if (owner == rank()) continue;
         const Range theirs = chunk_of(cut(owner), chunk, step), take = team.part(theirs);
-        std::memcpy(whole + take.begin,
-                    staging_.inputs(peers_.slab(owner), reading_slot(team)) +
-                        (take.begin - theirs.begin),
-                    take.size());
+        const std::byte* from = staging_.inputs(peers_.slab(owner), reading_slot(team));
+        copy_bytes(whole + take.begin, from + (take.begin - theirs.begin), take.size());
         traffic_.staged += take.size();
       }
     }
