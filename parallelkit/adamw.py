@@ -40,22 +40,22 @@ class Setting(NamedTuple):
     step_size: float  # lr / (1 - beta1^t)
     inverse_root_bias2: float  # 1 / sqrt(1 - beta2^t)
     eps: float
-    count: int  # t
+    steps: int  # t
     maximize: bool
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], count: int) -> Setting:
-        """Of a parameter group's options at step `count`, from 1."""
+    def of(cls, group: Mapping[str, Any], steps: int) -> Setting:
+        """Of a parameter group's options at step number `steps`, from 1."""
         beta1, beta2 = (float(beta) for beta in group["betas"])
         lr = float(group["lr"])
         return cls(
             beta1,
             beta2,
             1.0 - lr * float(group["weight_decay"]),
-            lr / (1.0 - beta1**count),
-            1.0 / math.sqrt(1.0 - beta2**count),
+            lr / (1.0 - beta1**steps),
+            1.0 / math.sqrt(1.0 - beta2**steps),
             float(group["eps"]),
-            count,
+            steps,
             bool(group["maximize"]),
         )
 

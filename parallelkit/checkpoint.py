@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -36,6 +37,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from .adamw import decode
 from .errors import InvalidTypeError, ParallelKitError
@@ -91,10 +94,10 @@ def save(
     folder = root / version
 
     def write() -> dict[str, tuple[int, str]]:
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
+        writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
         planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _quiet():
-            dcp.save(tensors, storage_writer=writer, planner=planner, **_ranks_of(group))
+            save_tensors(tensors, storage_writer=writer, planner=planner, **_ranks_of(group))
         return {p.name: _facts(p) for p in _share(group, sorted(folder.iterdir()))}
 
     files = {name: facts for part in _together(group, write) for name, facts in part.items()}
@@ -147,7 +150,7 @@ def load(
     _together(group, check)
     reader = _Reader(folder)
     pieces, finish = _empty_pieces(optimizer, manifest)
-    tensors = {**_model_tensors(model), **pieces}
+    tensors: dict[str, Any] = {**_model_tensors(model), **pieces}
 
     def fits() -> None:
         if optimizer is not None:
@@ -174,7 +177,7 @@ def load(
     def read() -> None:
         planner = _LoadPlanner()
         with torch.no_grad(), _quiet():
-            dcp.load(tensors, storage_reader=reader, planner=planner, **_ranks_of(group))
+            load_tensors(tensors, storage_reader=reader, planner=planner, **_ranks_of(group))
         finish()
 
     _together(group, read)
@@ -205,13 +208,13 @@ class _Piece:
         return [self._chunk()] if len(self.tensor) else []
 
 
-class _SavePlanner(dcp.DefaultSavePlanner):
+class _SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
         return value.tensor if isinstance(value, _Piece) else super().lookup_object(index)
 
 
-class _LoadPlanner(dcp.DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -221,7 +224,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         # The default copies what is no tensor.
         self.state_dict = self.original_state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
-        self.mappings = {}
+        self.mappings: dict[str, Any] = {}
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         value = self.state_dict[index.fqn]
@@ -269,9 +272,10 @@ def _empty_pieces(
     read: dict[int, dict[str, torch.Tensor]] = {}
     for index, member in _owned(optimizer):
         known = dict(enumerate(manifest["steps"])).get(index)
+        masters = known is not None and known["master"]
         read[index] = {}
         for key in ENTRIES if known else ():
-            if key in member.state and (known["master"] or key != "master_param"):
+            if key in member.state and (key != "master_param" or masters):
                 dtype = torch.promote_types(member.parameter.dtype, torch.float32)
                 read[index][key] = torch.empty(
                     member.stop - member.start, dtype=dtype, device=member.local.device
@@ -413,7 +417,7 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """Reads the metadata without running what a pickle may ask for."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

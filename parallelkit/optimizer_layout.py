@@ -1,8 +1,8 @@
 """Which rank owns which elements of the parameters.
 
 Parameters lie in *buffers*; a buffer of n elements is cut into one range for each rank, and a
-rank's *piece* of a parameter is what its range covers of it, at most one. Cuts fall on blocks of 256
-elements counted from a parameter's first, so that no cut divides a block of quantised state.
+rank's *piece* of a parameter is what its range covers of it, at most one. Cuts fall on blocks of
+256 elements counted from a parameter's first, so that no cut divides a block of quantised state.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class PlainStep:
             moments.get("max_exp_avg_sq"),
             setting,
         )
-        draw = (setting.count, member.number, member.start)
+        draw = (setting.steps, member.number, member.start)
         for name in names:
             encode(name, moments[name], state, draw)
         if param.dtype == torch.bfloat16 and "master_param" not in state:

@@ -1,4 +1,4 @@
-"""ShardedAdamW on several ranks against torch.optim.AdamW in one process, in float64 where it matters."""
+"""ShardedAdamW on several ranks against torch.optim.AdamW in one process and float64."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_skipping_can_be_switched_off() -> None:
     assert optimizer.last_grad_norm is None
 
 
-# -- options and groups ------------------------------------------------------------------------------
+# -- options and groups ----------------------------------------------------------------------------
 
 
 def test_groups_schedulers_generators_and_late_groups_are_torchs() -> None:
@@ -358,7 +358,7 @@ def disagree(group: pk.Group) -> list[str]:
     return heard
 
 
-# -- precision ---------------------------------------------------------------------------------------
+# -- precision -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -413,7 +413,7 @@ def held_bytes(group: pk.Group, dtype: torch.dtype) -> int:
     return optimizer.state_bytes()
 
 
-# -- beside other parallelism ------------------------------------------------------------------------
+# -- beside other parallelism ----------------------------------------------------------------------
 
 
 def test_norm_counts_split_parameters_once_each_and_whole_ones_once() -> None:

@@ -3,10 +3,10 @@
 Compared are ours in one pass (`ShardedAdamW` with `data_parallel`), what most people run (weighted
 all-reduce over Gloo in 25 MB buckets, torch's fused AdamW), ZeroRedundancyOptimizer after the same
 all-reduce, and our own reduce-scatter, AdamW and all-gather one after the other. torch's AdamW does
-not look for gradients that are not finite, so the plain "one pass" does not either; "+ finite check"
-is the default of `ShardedAdamW`, and costs one more read of the gradients, as clipping does. The floor
-scales as many bytes in place as the pass has to move. Every candidate's first step is compared with
-float64 before anything is timed; a wrong one ends the benchmark.
+not look for gradients that are not finite, so the plain "one pass" does not either; "+ finite
+check" is the default of `ShardedAdamW`, and costs one more read of the gradients, as clipping does.
+The floor scales as many bytes in place as the pass has to move. Every candidate's first step is
+compared with float64 before anything is timed; a wrong one ends the benchmark.
 
 Then the step alone, on one rank with two threads, against torch's fused AdamW.
 """
@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     facts = environment() | {"ranks": size, "parameters": numel, "tensors": 150}
     for name, value in facts.items():
         print(f"# {name}: {value}")
-    print(f"\n{'a step of ' + str(size) + ' ranks':<28}milliseconds  against Gloo  bytes a parameter")
+    title = f"a step of {size} ranks"
+    print(f"\n{title:<28}milliseconds  against Gloo  bytes a parameter")
     for name, seconds in steps["seconds"].items():
         counted = steps["bytes"].get(name)
         moved = "" if counted is None else f"{counted:>19.1f}"
@@ -68,12 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"{name:<28}{seconds * 1e3:>12.2f}{against:>13.2f}x{moved}")
     print(f"\n{'one rank, two threads':<28}milliseconds  GB/s")
     for name, seconds in alone["seconds"].items():
-        print(f"{name:<28}{seconds * 1e3:>12.2f}{alone['bytes'][name] * numel / seconds / 1e9:>6.1f}")
+        rate = alone["bytes"][name] * numel / seconds / 1e9
+        print(f"{name:<28}{seconds * 1e3:>12.2f}{rate:>6.1f}")
     print(json.dumps({"benchmark": "optimizer", **facts, "steps": steps, "alone": alone}))
     return 0
 
 
-# -- several ranks -----------------------------------------------------------------------------------
+# -- several ranks ---------------------------------------------------------------------------------
 
 
 class _Setting:
@@ -251,7 +253,7 @@ def _apart(setting: _Setting, alone: Group) -> tuple[Candidate, list[nn.Paramete
     return step, [nn.Parameter(whole, requires_grad=False)]
 
 
-# -- one rank ----------------------------------------------------------------------------------------
+# -- one rank --------------------------------------------------------------------------------------
 
 
 def _measure_alone(group: Group, numel: int, rounds: int) -> dict[str, Any]:
