@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import oracle
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import (
     LAYOUTS,
     adds_in_rank_order,
@@ -17,6 +21,7 @@ from ranks import (
 )
 
 import parallelkit as pk
+from parallelkit.layout import COPY, copy_back, flat_view
 from parallelkit.testing import run_ranks
 
 
@@ -86,3 +91,63 @@ def test_elements_that_share_memory_are_refused_on_every_rank(algorithm):
     assert same(by_rank)
     for told in by_rank[0]:
         assert "share memory" in told and "rank 1 of 2" in told and ".contiguous()" in told
+
+
+# -- the view itself -----------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+def test_dense_tensors_are_viewed_and_others_copied():
+    values = random(1, 0, (4, 3, 5, 6), torch.float32)
+    for layout in LAYOUTS:
+        for dtype in (torch.float32, torch.float64, torch.complex64):
+            tensor = laid_out(values.to(dtype), layout)
+            flat, number = flat_view("x", tensor, CPU)
+            assert flat.is_contiguous() and not flat.is_complex() and not flat.is_neg()
+            viewed = flat.data_ptr() == tensor.data_ptr() and number != COPY
+            lazy = tensor.is_conj() or tensor.is_neg()
+            assert viewed == (
+                layout in ("row-major", "transposed", "channels_last", "interleaved")
+                or (layout in ("conjugate", "negative") and not lazy)
+            )
+            assert (number == 0) == (tensor.is_contiguous() and not lazy), layout
+            kept = tensor.clone()
+            flat.mul_(2)
+            if number == COPY:
+                copy_back(tensor, flat)
+            assert torch.equal(tensor, kept * 2), layout
+
+
+def test_one_number_stands_for_one_order_of_dimensions():
+    orders = {}
+    for order in itertools.permutations(range(3)):
+        back = [order.index(d) for d in range(3)]
+        dense = torch.empty([(5, 6, 7)[d] for d in order]).permute(back)
+        orders[order] = flat_view("x", dense, CPU)[1]
+        assert orders[order] == flat_view("x", torch.empty_like(dense), CPU)[1]
+    assert len(set(orders.values())) == 6 and orders[0, 1, 2] == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9)), max_size=4),
+)
+def test_exactly_the_tensors_whose_elements_share_memory_are_refused(dims):
+    shape, strides = [size for size, _ in dims], [stride for _, stride in dims]
+    tensor = torch.zeros(500).as_strided(shape, strides)
+    places = [
+        sum(i * s for i, s in zip(index, strides, strict=True))
+        for index in itertools.product(*map(range, shape))
+    ]
+    if len(set(places)) < len(places):
+        with pytest.raises(ValueError, match="share memory"):
+            flat_view("x", tensor, CPU)
+    else:
+        flat, number = flat_view("x", tensor, CPU)
+        flat.fill_(1.0)
+        if number == COPY:
+            copy_back(tensor, flat)
+        assert bool((tensor == 1.0).all())
+        base = tensor if tensor._base is None else tensor._base
+        assert base.sum() == len(places), "exactly its own elements are written"
