@@ -185,9 +185,8 @@ class GradientBuckets:
         """All slots, bucket by bucket."""
         return [slot for bucket in self._buckets for slot in bucket.slots]
 
-    def append(self, members: Sequence[tuple[Spec, torch.Tensor]]) -> list[Slot]:
+    def append(self, members: Sequence[tuple[Spec, torch.Tensor]]) -> None:
         """Place more parameters, the last first, as backward brings them. Collective."""
-        known = len(self._buckets)
         filling: dict[torch.dtype, list[tuple[Spec, torch.Tensor]]] = {}
         filled: dict[torch.dtype, int] = {}
         parts = []
@@ -201,18 +200,24 @@ class GradientBuckets:
         for part in [*parts, *filling.values()]:
             dtype = self._sum_dtype(part[0][0].dtype)
             self._buckets.append(Bucket.make(part, dtype, self._group))
-        return [slot for bucket in self._buckets[known:] for slot in bucket.slots]
 
     def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, self._grad_dtype) if self._grad_dtype else dtype
 
-    def open(self, weight: float, reduction: str, dtype: torch.dtype) -> float:
+    def open(
+        self,
+        weight: float,
+        reduction: str,
+        dtype: torch.dtype,
+        outside: Sequence[torch.Tensor] = (),
+    ) -> float:
         """Make room for one more micro-batch; the factor its loss needs.
 
         Args:
             weight: of the micro-batch, above 0.
             reduction: "mean" or "sum", what its loss is.
             dtype: of its loss, which the factor has to fit.
+            outside: gradients of the same sum that have no bucket yet.
         """
         halves = (torch.float16, torch.bfloat16)
         exact = dtype in halves or any(b.flat.dtype == torch.float16 for b in self._buckets)
@@ -222,8 +227,8 @@ class GradientBuckets:
         following = next_reference(reference, weight, unit, total, exact)
         if reference not in (0.0, following):
             self.settle()
-            for bucket in self._buckets:
-                bucket.flat.mul_(reference / following)
+            for part in (*(bucket.flat for bucket in self._buckets), *outside):
+                part.mul_(reference / following)
         self.weight, self.reference = total, following
         return unit / following
 

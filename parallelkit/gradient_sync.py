@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,14 @@ class _Pass:
         self.works: list[Work] = []  # of the buckets that left, in order
 
 
+class _Told(NamedTuple):
+    """What the ranks tell each other with each sync."""
+
+    used: list[bool]  # of each slot: some rank used the parameter
+    working: list[int]  # the ranks that had work
+    thawed: list[str]  # parameters outside of buckets that are trainable on some rank
+
+
 class GradientSync:
     """Brings the gradients of a module's parameters into buckets, and the buckets to their mean.
 
@@ -69,41 +77,43 @@ class GradientSync:
         self._module, self._group, self._buckets = module, group, buckets
         self._broadcast_buffers = broadcast_buffers
         self._index: dict[Slot, int] = {}  # which bucket a slot lies in
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        weakref.finalize(self, _remove, self._hooks).atexit = False
+        self._slots: dict[torch.Tensor, Slot] = {}
+        self._waiting = dict(module.named_parameters())  # in no bucket: frozen on every rank
         self._retired = False
-        for parameter in module.parameters():
-            before = _owners.get(parameter)
-            if before is not None and (owner := before()) is not None:
-                owner.retire()
-        self._waiting = dict(module.named_parameters())  # in no bucket: frozen until now
-        self._place(list(self._waiting))
+        self._hooks = [hook for p in module.parameters() for hook in self._adopt(p)]
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+        heard = group._gather_objects([p.requires_grad for p in self._waiting.values()])
+        self._place([name for name, *some in zip(self._waiting, *heard, strict=True) if any(some)])
         self._pass: _Pass | None = None
         self._reduced = False  # the gradients are a mean that nobody has cleared
         self._overlap = overlap
         self._has_synced = False  # the first pass shows whether each gradient comes once
 
+    def _adopt(self, parameter: torch.Tensor) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        """Be told of the parameter's gradients, and nobody else."""
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return
+        before = _owners.get(parameter)
+        if before is not None and (owner := before()) is not None:
+            owner.retire()
+        _owners[parameter] = this = weakref.ref(self)
+        trainable = parameter.requires_grad
+        parameter.requires_grad_(True)  # a frozen one takes no hook, and may thaw
+        yield parameter.register_post_accumulate_grad_hook(partial(_receive, this))
+        parameter.requires_grad_(trainable)
+
     def _place(self, names: Sequence[str]) -> None:
-        """Give those of the parameters a bucket that are trainable on some rank. Collective."""
-        mine = [(Spec.of(n, self._waiting[n]), self._waiting[n].requires_grad) for n in names]
-        heard = self._group._gather_objects(mine)
-        members = []
-        for index, name in enumerate(names):
-            if any(rank[index][1] for rank in heard):
-                members.append((heard[0][index][0], self._waiting.pop(name)))
-        this = weakref.ref(self)
-        for slot in self._buckets.append(members):
-            parameter, trainable = slot.parameter, slot.parameter.requires_grad
-            _owners[parameter] = this
-            parameter.requires_grad_(True)  # a frozen one takes no hook, and may thaw
-            hook = partial(_receive, this, slot)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-            parameter.requires_grad_(trainable)
+        """Give parameters a bucket, in the strides they have on rank 0. Collective."""
+        parameters = [self._waiting.pop(name) for name in names]
+        mine = [Spec.of(name, p) for name, p in zip(names, parameters, strict=True)]
+        specs = self._group._gather_objects(mine)[0]
+        self._buckets.append(list(zip(specs, parameters, strict=True)))
         self._index = {
             slot: index for index, bucket in enumerate(self._buckets) for slot in bucket.slots
         }
-        flags = len(self._index) + self._group.size
-        # Who used which parameter, and which rank had work. A count of 2^40 elsewhere leaves 2^-40.
+        self._slots = {slot.parameter: slot for slot in self._index}
+        flags = len(self._index) + self._group.size + len(self._waiting)
+        # Who used which parameter, had work, has thawed what. A weight of 2^40 leaves 2^-40 of it.
         self._flags = self._group.empty(flags, dtype=torch.float64).zero_()
         self._flags_reduction = PreparedAllReduce(self._flags, self._group, "sum")
 
@@ -127,7 +137,8 @@ class GradientSync:
             self._begin()
             self._refuse_second_mean(this)
             if loss is not None and items > 0:
-                factor = self._buckets.open(items, reduction, loss.dtype)
+                thawed = [p.grad for p in self._waiting.values() if p.grad is not None]
+                factor = self._buckets.open(items, reduction, loss.dtype, thawed)
                 part = loss * factor
                 part.register_hook(self._note_task)
                 part.backward()
@@ -139,7 +150,7 @@ class GradientSync:
             self._pass = None
 
     def get_ready(self) -> None:
-        """Before a forward pass: see what changed. Collective where parameters thawed."""
+        """Before a forward pass: see what changed."""
         if torch._C._current_graph_task_id() == _NO_TASK:  # else a checkpoint runs it once more
             self._finish_leftover()
             self._see_changes()
@@ -148,8 +159,8 @@ class GradientSync:
         """Drop what was accumulated, and all gradients."""
         self._buckets.reset()
         self._reduced = False
-        for slot in self._index:
-            slot.show(None)
+        for parameter in (*self._slots, *self._waiting.values()):
+            parameter.grad = None
 
     def retire(self) -> None:
         """Leave the parameters to another wrapper of them."""
@@ -175,14 +186,18 @@ class GradientSync:
                     f"was wrapped and is {parameter.dtype} on {parameter.device} now; call "
                     f".to(...) before wrapping [rank {self._group.rank} of {self._group.size}]"
                 )
-        thawed = [name for name, parameter in self._waiting.items() if parameter.requires_grad]
-        if thawed:
-            self._place(thawed)
+        if self._buckets.private and any(p.requires_grad for p in self._waiting.values()):
+            raise UsageError(
+                "DataParallel: a parameter became trainable after an optimizer had taken the "
+                "gradients; wrap the module while all that shall ever train is trainable"
+            )
 
     def _begin(self, besides: Slot | None = None) -> None:
         """Before the first gradient comes; the one of `besides` has come already."""
         buckets = self._buckets
-        if (self._reduced or buckets.weight) and buckets.cleared(self._reduced, besides):
+        thawed = any(parameter.grad is not None for parameter in self._waiting.values())
+        started = self._reduced or buckets.weight
+        if started and not thawed and buckets.cleared(self._reduced, besides):
             buckets.reset()
             self._reduced = False
         for bucket in buckets:
@@ -212,14 +227,17 @@ class GradientSync:
         assert self._pass is not None
         self._pass.task = torch._C._current_graph_task_id()
 
-    def _receive(self, slot: Slot) -> None:
+    def _receive(self, parameter: torch.Tensor) -> None:
         """Autograd has written a gradient."""
+        slot = self._slots.get(parameter)
         this = self._pass or self._enter_plain(self.enabled, slot)
         if not this.received:
             this.received = True
             if this.plain:
                 self._refuse_second_mean(this)
                 self._buckets.open_plain()
+        if slot is None:
+            return  # thawed: it has no place before the end of the next sync
         index = self._index[slot]
         if index < len(this.works):
             self._overlap = False
@@ -249,7 +267,8 @@ class GradientSync:
         else:
             used = [slot.used for slot in self._index]
             working = [rank == self._group.rank for rank in range(self._group.size)]
-            self._flags.copy_(torch.tensor([*used, *working]))  # not read where the weight is 0
+            thawed = [parameter.requires_grad for parameter in self._waiting.values()]
+            self._flags.copy_(torch.tensor([*used, *working, *thawed]))  # not read of weight 0
             work = self._flags_reduction.start(buckets.weight, 1.0, fault)
         this.works.append(work)
 
@@ -269,31 +288,44 @@ class GradientSync:
 
     def _end(self, this: _Pass) -> None:
         """All gradients of the pass are there. Collective if it syncs."""
-        buckets = self._buckets
         if this.sync:
-            while len(this.works) <= len(buckets):
-                self._start_next(this)
-            errors = []
-            for work in this.works:
-                try:
-                    total = work.wait()
-                except ParallelKitError as error:
-                    errors.append(error)
+            total, told = self._reduce(this)
+            if told.thawed:
+                this.works.pop()  # the flags'; the new buckets follow the old ones
+                self._place(told.thawed)
+                total, told = self._reduce(this)
             this.sync = False  # from here on there is nothing left that others wait for
-            if errors:
-                self.forget()
-                raise errors[0]
-            self._show_means(total)
-        for bucket in buckets:
+            self._show_means(total, told)
+        for bucket in self._buckets:
             bucket.version = bucket.flat._version
 
-    def _show_means(self, total: torch.Tensor) -> None:
-        flags = iter(self._flags.tolist())
+    def _reduce(self, this: _Pass) -> tuple[torch.Tensor, _Told]:
+        """Let every bucket travel that has not yet, and wait for all; the total weight."""
+        while len(this.works) <= len(self._buckets):
+            self._start_next(this)
+        errors = []
+        for work in this.works:
+            try:
+                total = work.wait()
+            except ParallelKitError as error:
+                errors.append(error)
+        if errors:
+            this.sync = False
+            self.forget()
+            raise errors[0]
+        flags = iter(self._flags.gt(0).tolist())
+        return total, _Told(
+            used=[next(flags) for _ in self._index],
+            working=[rank for rank in range(self._group.size) if next(flags)],
+            thawed=[name for name in self._waiting if next(flags)],
+        )
+
+    def _show_means(self, total: torch.Tensor, told: _Told) -> None:
+        used = iter(told.used)
         for bucket in self._buckets:
-            bucket.show_mean([next(flags) > 0 for _ in bucket.slots])
-        working = [rank for rank, flag in enumerate(flags) if flag > 0]
-        if self._broadcast_buffers and working:
-            broadcast(list(self._module.buffers()), working[0], self._group)
+            bucket.show_mean([next(used) for _ in bucket.slots])
+        if self._broadcast_buffers and told.working:
+            broadcast(list(self._module.buffers()), told.working[0], self._group)
         self._buckets.reset()
         self._buckets.total_weight = total
         self._reduced = self._has_synced = True
@@ -329,11 +361,11 @@ def broadcast(tensors: Sequence[torch.Tensor], source: int, group: Group) -> Non
         tensor.copy_(code.to(torch.uint8).view(tensor.dtype).view(tensor.shape))
 
 
-def _receive(this: weakref.ref[GradientSync], slot: Slot, parameter: torch.Tensor) -> None:
+def _receive(this: weakref.ref[GradientSync], parameter: torch.Tensor) -> None:
     """The hook of a parameter, which may outlive what syncs it."""
     owner = this()
     if owner is not None:
-        owner._receive(slot)
+        owner._receive(parameter)
 
 
 def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:

@@ -30,13 +30,17 @@ class Awkward(nn.Module):
         self.second.weight = self.first.weight
         self.transposed = nn.Parameter(torch.randn(3, 5).t())
         self.empty = nn.Parameter(torch.randn(4, 0))
-        self.nothing = nn.Linear(5, 0)
+        self.nothing = nn.Parameter(torch.randn(0, 5))
         self.conv = nn.Conv2d(5, 3, 2).to(memory_format=torch.channels_last)
         self.scalar = nn.Parameter(torch.tensor(1.5))
         self.gaps = nn.Parameter(torch.randn(5, 9)[:, ::2])
 
     def forward(self, x):
-        h = self.second(torch.tanh(self.first(x))) + self.nothing(x).sum() + self.empty.sum()
+        h = (
+            self.second(torch.tanh(self.first(x)))
+            + F.linear(x, self.nothing).sum()
+            + self.empty.sum()
+        )
         image = h[:, :, None, None].expand(-1, -1, 2, 3)
         return {
             "h": [h @ self.transposed * self.scalar, h * self.gaps.sum(-1)],
@@ -126,6 +130,23 @@ def test_activation_checkpointing_also_of_parameters_used_several_times(mode, pl
         assert max(errors) <= 2e-6
 
 
+def checkpointed_whole(group, reentrant, plain):
+    model, batches = pk.DataParallel(mlp(), group), items([4, 4])
+    x = batches[group.rank][0].float().requires_grad_()
+    loss = checkpoint(model, x, use_reentrant=reentrant).square().sum(-1).mean()
+    if plain:
+        loss.backward()
+    else:
+        model.backward(loss, 4)
+    return worst(gradients(model), one_process(model.module, batches))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_wrapper_itself_under_activation_checkpointing(reentrant, plain):
+    assert max(run_ranks(checkpointed_whole, 2, reentrant, plain)) <= CLOSE
+
+
 def several_forwards(group):
     model, batches = pk.DataParallel(mlp(), group), items([2, 3, 4, 5])
     first, second = batches[group.rank :: 2]
@@ -187,6 +208,41 @@ def thaw(group):
 def test_parameters_are_frozen_and_thawed_between_steps():
     for errors in run_ranks(thaw, 2):
         assert max(errors) <= CLOSE
+
+
+def thaw_alone(group, plain, everywhere):
+    """Only what was frozen trains now, on one rank or all, over micro-batches of odd weights."""
+    model = pk.DataParallel(mlp().requires_grad_(False), group)
+    found = []
+    for step in range(2):
+        model.module[0].requires_grad_(everywhere or group.rank == 1)
+        model.zero_grad()
+        batches = items([2, 2] if plain else [2, 3, 1, 7], seed=step)
+        mine = batches[group.rank :: 2]
+        if plain:
+            mean_square(model, mine[0][0]).backward()
+        elif model.module[0].weight.requires_grad:
+            accumulate(model, mine)
+        else:  # its items count, though it computes no gradient of them
+            accumulate(model, [(0, sum(n for _, n in mine))], lambda m, _: no_gradient())
+        working = batches if everywhere else batches[1::2]
+        expected = one_process(mlp().requires_grad_(True), working)
+        expected = {n: g if n[0] == "0" else None for n, g in expected.items()}
+        if not everywhere:
+            share = sum(n for _, n in working) / sum(n for _, n in batches)
+            expected = {n: g if g is None else g * share for n, g in expected.items()}
+        found.append(worst(gradients(model), expected))
+    return found
+
+
+def no_gradient():
+    return torch.zeros((), requires_grad=True) * 1.0
+
+
+@pytest.mark.parametrize(("plain", "everywhere"), [(False, True), (True, True), (False, False)])
+def test_parameters_thaw_when_nothing_else_trains_also_on_one_rank_alone(plain, everywhere):
+    for errors in run_ranks(thaw_alone, 2, plain, everywhere):
+        assert max(errors) <= 2e-6
 
 
 def trainable_on_one_rank(group):
