@@ -51,7 +51,10 @@ def ddp_comm_hook(group: Group | None = None) -> tuple[WeightedMean, Hook]:
     return WeightedMean(default_group(group)), _average
 
 
-def _average(state: WeightedMean, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _average(
+    state: WeightedMean,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     gradients, weight = bucket.buffer(), state.weight
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
