@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLAGS = ["-std=c++20", "-O1", "-fsanitize=address,undefined", "-ffp-contract=off", "-pthread"]
+# Without optimization it compiles in a third of the time, and runs fast enough.
+FLAGS = ["-std=c++20", "-O0", "-fsanitize=address,undefined", "-ffp-contract=off", "-pthread"]
 SOURCES = {
     "tests/race/communicator.cpp": [],
     **{f"csrc/cpu/{name}.cpp": [] for name in ("communicator", "control", "segment", "kernels")},
