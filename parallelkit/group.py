@@ -63,6 +63,11 @@ class Group:
     ) -> None:
         if process_group is None and dist.is_initialized():
             process_group = dist.group.WORLD
+        if _child_of_rank and process_group is not None:
+            raise UsageError(
+                "Group: torch.distributed belongs to the parent of this forked process; "
+                "start processes that take part as ranks of their own, by torchrun"
+            )
         self._process_group = process_group
         self.rank = process_group.rank() if process_group is not None else 0
         self.size = process_group.size() if process_group is not None else 1
@@ -193,8 +198,13 @@ _mesh_groups: dict[DeviceMesh, Group] = {}
 _default: Group | None = None
 
 
+_child_of_rank = False
+
+
 def _forget_in_child() -> None:
     """A forked child shares the parent's memory but is no rank: it may read tensors, not talk."""
+    global _child_of_rank
+    _child_of_rank = dist.is_initialized()
     for group in _alive.values():
         group._unusable = "this group belongs to the parent of this forked process"
 

@@ -174,7 +174,9 @@ def test_a_stopped_rank_is_named_at_the_deadline_and_damages_nothing_later(trans
         assert not isinstance(outcome, BaseException), outcome
         culprit, waited, message, untouched, new, mean = outcome
         assert culprit == 1, message
-        assert ("this rank was late" if rank == 1 else "rank 1 did not arrive within 1 s") in message
+        assert (
+            "this rank was late" if rank == 1 else "rank 1 did not arrive within 1 s"
+        ) in message
         assert rank == 1 or 0.9 < waited < 1 + SOON
         assert untouched and new and mean == 1.0
 
@@ -294,7 +296,8 @@ def child(arena, failures):
             pk.init().barrier()
     except BaseException as error:
         failures.put(repr(error))
-    failures.put("")
+    else:
+        failures.put("")
 
 
 def with_children(group):
@@ -303,7 +306,7 @@ def with_children(group):
     fork = multiprocessing.get_context("fork")
     failures = fork.SimpleQueue()
     for _ in range(3):
-        process = fork.Process(target=child, args=(arena, failures))
+        process = fork.Process(target=child, args=(arena, failures), daemon=True)
         process.start()
         trouble = failures.get()
         process.join(20)
