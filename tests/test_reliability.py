@@ -55,7 +55,7 @@ def left_open():
     return found + [t.name for t in threading.enumerate() if "parallelkit" in t.name]
 
 
-# -- death ------------------------------------------------------------------------------------------
+# -- death ----
 
 
 def until_killed(group, victim, after, folder):
@@ -131,7 +131,7 @@ def test_a_rank_that_exits_after_its_last_collective_fails_nobody(transport):
         assert (found[0], found[2]) == (1.0, 1.0)
 
 
-# -- being stopped ----------------------------------------------------------------------------------
+# -- being stopped ----
 
 
 def until_stopped(group, victim, after, elements):
@@ -195,7 +195,7 @@ def test_a_rank_that_computes_too_long_is_the_one_named(transport):
     assert run_ranks(late_rank, 3) == [1, 1, 1]
 
 
-# -- leaving ----------------------------------------------------------------------------------------
+# -- leaving ----
 
 
 def closing(group):
@@ -277,7 +277,7 @@ def test_a_thread_rank_that_sleeps_is_late_for_all():
     assert virtual_ranks(sleeps, 3, timeout=0.3) == [2, 2, 2]
 
 
-# -- children of a rank -----------------------------------------------------------------------------
+# -- children of a rank ----
 
 
 class Squares(torch.utils.data.Dataset):

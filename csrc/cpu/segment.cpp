@@ -75,7 +75,7 @@ class Descriptor {
 int Segment::create(const std::string& folder, const std::string& secret, int size,
                     std::uint64_t slab_bytes) {
   Descriptor file(folder.empty() ? ::memfd_create("parallelkit", MFD_CLOEXEC)
-                                 : ::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+                                 : ::open(folder.c_str(), O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
   if (file.get() < 0) {
     fail(errno, folder.empty() ? "memfd_create" : "cannot make a file in " + folder);
   }
