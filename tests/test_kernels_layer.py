@@ -303,6 +303,16 @@ def test_autocast_casts_as_for_torch_linear(kernels):
     assert w.grad.dtype == x.grad.dtype == FP32
 
 
+def test_autocast_around_backward_changes_nothing():
+    x, w = leaf(9, 16, dtype=BF16), leaf(8, 16, dtype=BF16)
+    dy = torch.randn(9, 8).bfloat16()
+    plain = torch.autograd.grad(linear(x, w, None, "gelu"), (x, w), dy)
+    y = linear(x, w, None, "gelu")
+    with torch.autocast("cpu", dtype=FP16):
+        cast = torch.autograd.grad(y, (x, w), dy)
+    assert all(map(torch.equal, plain, cast))
+
+
 @ways(FUSED)
 @pytest.mark.parametrize("call", [linear, gated_linear])
 def test_second_derivatives_are_refused_by_name(dtype, call):

@@ -10,6 +10,8 @@ test_kernels_interpreter.py shows that the repair is still needed.
 
 import dataclasses
 from contextlib import contextmanager
+from functools import partial
+from unittest import mock
 
 import numpy as np
 import triton.language as tl
@@ -85,6 +87,12 @@ class RepairedBuilder(InterpreterBuilder):
         return self.cast_impl(src, dst_type)
 
 
+def patch_tensor(patch, tensor, *scope):
+    """Triton 3.6 makes an int of a one-element array, which numpy 2.4 refuses."""
+    patch(tensor, *scope)
+    tensor.__index__ = lambda self: self.handle.data.item()
+
+
 @contextmanager
 def repaired():
     """The interpreter computes in bf16 inside."""
@@ -94,7 +102,14 @@ def repaired():
     builder.options = dataclasses.replace(options, sanitize_overflow=False)
     launch.interpreter_knows_bf16.cache_clear()
     try:
-        with np.errstate(over="ignore"):  # exp overflows to inf here as it does on a GPU
+        with (
+            np.errstate(over="ignore"),  # exp overflows to inf here as it does on a GPU
+            mock.patch.object(
+                interpreter,
+                "_patch_lang_tensor",
+                partial(patch_tensor, interpreter._patch_lang_tensor),
+            ),
+        ):
             yield
     finally:
         builder.__class__, builder.options = InterpreterBuilder, options

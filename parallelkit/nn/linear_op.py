@@ -258,8 +258,8 @@ def gradients_in_place() -> Iterator[None]:
     """Let backward passes inside add dW and db straight to what `.grad` holds, with no temporary.
 
     For a caller of `loss.backward()` that has attached gradient buffers (float32, or the operands'
-    dtype) and zeroed them. Not around torch.autograd.grad: it would find gradients of zero and
-    `.grad` changed. Hooks after accumulation run as always; the parameters' tensor hooks see zeros.
+    dtype) and zeroed them. Not around torch.autograd.grad: it would find no gradients and `.grad`
+    changed. Hooks after accumulation run as always; the parameters' tensor hooks get None.
     """
     global _in_place
     previous, _in_place = _in_place, True
@@ -278,16 +278,15 @@ def parameter_gradients(
     needs_bias: bool,
     kernels: str,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dW and db for autograd, or what stands for them once they are in place."""
+    """dW and db for autograd to add; None where nobody wants them or they are in place already."""
     if not needs_weight:
         wide = torch.float64 if dz.dtype == torch.float64 else torch.float32
         return None, dz.sum(0, dtype=wide) if needs_bias else None
     targets = (weight, bias) if needs_bias else (weight,)
     buffers = [buffer for t in targets if (buffer := _buffer(t, x)) is not None]
     if len(buffers) == len(targets):
-        dweight, dbias = buffers[0], buffers[1] if needs_bias else None
-        ops.add_weight_gradient(dz, x, dweight, dbias, kernels)
-        return _nothing_to_add(dweight), None if dbias is None else _nothing_to_add(dbias)
+        ops.add_weight_gradient(dz, x, buffers[0], buffers[1] if needs_bias else None, kernels)
+        return None, None
     dtype = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
     dweight, dbias = ops.weight_gradient(dz, x, needs_bias, dtype or weight.dtype, kernels)
     return dweight, dbias if needs_bias else None
@@ -302,11 +301,3 @@ def _buffer(parameter: Tensor | None, x: Tensor) -> Tensor | None:
     grad = parameter.grad
     fits = grad.layout == torch.strided and grad.dtype in (torch.float32, x.dtype)
     return grad if fits else None
-
-
-def _nothing_to_add(grad: Tensor) -> Tensor:
-    """A gradient of no elements: autograd "adds" it at no cost and runs the parameter's hooks."""
-    indices = torch.empty((grad.ndim, 0), dtype=torch.int64, device=grad.device)
-    return torch.sparse_coo_tensor(
-        indices, grad.new_empty(0), grad.shape, check_invariants=False
-    )  # fmt: skip

@@ -91,7 +91,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     h, pre = ops.forward(x, up, up_bias, None, activation, gated, keep, kernels)
     y, _ = ops.forward(h, down, down_bias, residual, None, False, False, kernels)
-    return y, h if keep else x.new_empty(0), pre
+    return y, h, pre
 
 
 def _shapes(
@@ -108,7 +108,7 @@ def _shapes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     y = x.new_empty((x.shape[0], down.shape[0]), dtype=dtype)
-    h = x.new_empty((x.shape[0], down.shape[1]) if keep else (0,))
+    h = x.new_empty((x.shape[0], down.shape[1]))
     return y, h, x.new_empty((x.shape[0], up.shape[0]) if keep else (0,))
 
 
