@@ -266,6 +266,7 @@ class ShardedAdamW(Optimizer):
                     "yet, and torch.amp.GradScaler would judge each rank by its own; use "
                     "parallelkit.GradScaler"
                 )
+            self._check_places()
             gradients = self._gradients()
         except ParallelKitError as error:
             fault, gradients = error, {}
@@ -287,6 +288,14 @@ class ShardedAdamW(Optimizer):
             return self.step(*args, **kwargs)
         finally:
             self._loss_scale = 1.0
+
+    def _check_places(self) -> None:
+        for member in self.members.values():
+            if member.moved:
+                raise UsageError(
+                    f"ShardedAdamW.step: {member.name} was moved or converted after the optimizer "
+                    "was made; call .to(...) first, and make a new optimizer now"
+                )
 
     def _gradients(self) -> dict[Member, torch.Tensor]:
         """This rank's gradient of each parameter that has one, in the order of its memory."""

@@ -38,11 +38,19 @@ class Member:
     stop: int = 0
     state: dict[str, Any] = field(default_factory=dict)  # of the owned elements
     version: int = -1  # of the parameter, after the optimizer's last write
+    dtype: torch.dtype | None = None  # of the parameter, when it was placed
+    address: int | None = None  # of its memory, where peers write to it
 
     @property
     def local(self) -> torch.Tensor:
         """The parameter, or this rank's shard where it is a DTensor."""
         return local_of(self.parameter)
+
+    @property
+    def moved(self) -> bool:
+        """Whether it is no more what was placed, for example after `.to(...)`."""
+        p = self.parameter
+        return p.dtype != self.dtype or self.address not in (None, p.data_ptr())
 
     @property
     def split(self) -> bool:
@@ -98,6 +106,7 @@ class Buffer:
         begin, end = self.range(rank if self.size > 1 else 0)
         for member in self.members:
             member.start, member.stop = member.within(begin, end)
+            member.dtype = member.parameter.dtype
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,3 +188,4 @@ def _move(buffer: Buffer, group: Group) -> None:
         view = buffer.flat.as_strided(spec.shape, spec.stride, member.offset)
         view.copy_(member.parameter.detach())
         member.parameter.data = view
+        member.address = view.data_ptr()

@@ -27,7 +27,7 @@ def exact_step(
 ) -> tuple[Any, Any]:
     """The parameter after the step in extended precision, and what the error is measured by.
 
-    The bias corrections alone are float64, as in torch: 1 - beta^t cancels, and is part of the rule.
+    The bias corrections alone are float64, as in torch: 1 - beta^t cancels, and is part of it.
     """
     bias1, bias2 = (1 - b**count for b in options["betas"])
     beta1, beta2 = (np.longdouble(b) for b in options["betas"])

@@ -358,6 +358,28 @@ def disagree(group: pk.Group) -> list[str]:
     return heard
 
 
+def test_parameters_that_were_moved_away_are_refused_on_all_ranks() -> None:
+    for size in (1, 2):
+        for messages in virtual_ranks(move_away, size):
+            assert all("moved or converted" in message for message in messages)
+
+
+def move_away(group: pk.Group) -> list[str]:
+    messages = []
+    for change in (lambda p: p.detach().clone(), lambda p: p.detach().double()):
+        parameters = [nn.Parameter(torch.ones(300)) for _ in range(2)]
+        optimizer = pk.ShardedAdamW(parameters, group=group)
+        for p in parameters:
+            p.grad = None
+        if group.rank == 0 or group.size == 1:
+            parameters[1].data = change(parameters[1])
+        if group.size == 1 and parameters[1].dtype == torch.float32:
+            optimizer.step()  # alone, it may lie anywhere
+            continue
+        messages.append(ranks.message_of(RuntimeError, optimizer.step))
+    return messages
+
+
 # -- precision -------------------------------------------------------------------------------------
 
 
