@@ -114,9 +114,13 @@ def test_4_micro_batches_against_1_sync_at_the_last_only(algorithm):
 
 
 # Case 7: https://github.com/huggingface/accelerate/issues/3877
-def train_with_split(group, parts):
+def train_with_split(group, parts, stage):
     model = pk.DataParallel(mlp(), group)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if stage == 0:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        fused = model if stage == 2 else None
+        optimizer = pk.ShardedAdamW(model.parameters(), lr=1e-2, group=group, data_parallel=fused)
     for step in range(5):
         optimizer.zero_grad()
         mine = items([16], seed=step)[0][0].chunk(group.size)[group.rank].chunk(parts)
@@ -125,10 +129,15 @@ def train_with_split(group, parts):
     return [p.detach() for p in model.parameters()]
 
 
-def test_weights_do_not_depend_on_the_number_of_micro_batches():
-    found = [run_ranks(train_with_split, 2, parts)[0] for parts in (1, 2, 4, 8)]
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=2e-5, atol=2e-6)
+def train_all(group):
+    runs = [(1, 0), (2, 1), (4, 2), (8, 0), (8, 1), (1, 2)]  # (micro-batches, stage)
+    return [train_with_split(group, *run) for run in runs]
+
+
+def test_weights_do_not_depend_on_the_number_of_micro_batches_nor_on_the_stage():
+    for first, *others in run_ranks(train_all, 2):
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=2e-5, atol=2e-6)
 
 
 # Case 8: https://github.com/huggingface/transformers/issues/37474

@@ -26,57 +26,52 @@ def next_step_works(model, group):
     return worst(gradients(model), one_process(model.module, batches)) <= CLOSE
 
 
-def second_synced(group, clear, plain):
-    model = pk.DataParallel(mlp(), group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    clears = {
-        "model none": model.zero_grad,
-        "model zeros": lambda: model.zero_grad(set_to_none=False),
-        "optimizer none": optimizer.zero_grad,
-        "optimizer zeros": lambda: optimizer.zero_grad(set_to_none=False),
-        "module none": model.module.zero_grad,
-        "by hand": lambda: [p.grad.data.zero_() for p in model.parameters()],
-        "nothing": lambda: None,
-        "part": lambda: model.module[2].zero_grad(),
-        "scaled": lambda: [p.grad.mul_(2) for p in model.parameters()],
-    }
-    batches = items([3, 3])
+CLEARS = {
+    "model none": lambda m, o: m.zero_grad(),
+    "model zeros": lambda m, o: m.zero_grad(set_to_none=False),
+    "optimizer none": lambda m, o: o.zero_grad(),
+    "optimizer zeros": lambda m, o: o.zero_grad(set_to_none=False),
+    "module none": lambda m, o: m.module.zero_grad(),
+    "by hand": lambda m, o: [p.grad.data.zero_() for p in m.parameters()],
+}
+DOES_NOT_CLEAR = {
+    "nothing": lambda m, o: None,
+    "part": lambda m, o: m.module[2].zero_grad(),
+    "scaled": lambda m, o: [p.grad.mul_(2) for p in m.parameters()],
+}
 
-    def step():
-        if plain:
-            mean_square(model, batches[group.rank][0]).backward()
+
+def second_synced(group, plain):
+    found = {}
+    for what, clear in (CLEARS | DOES_NOT_CLEAR).items():
+        model = pk.DataParallel(mlp(), group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        batches = items([3, 3])
+
+        def step(model=model, batches=batches):
+            if plain:
+                mean_square(model, batches[group.rank][0]).backward()
+            else:
+                accumulate(model, [batches[group.rank]])
+
+        step()
+        optimizer.step()
+        before = gradients(model)
+        clear(model, optimizer)
+        if what in CLEARS:
+            step()
+            found[what] = worst(gradients(model), before) <= CLOSE
         else:
-            accumulate(model, [batches[group.rank]])
-
-    step()
-    optimizer.step()
-    before = gradients(model)
-    clears[clear]()
-    if clear in ("nothing", "part", "scaled"):
-        text = message_of(RuntimeError, step)
-        assert "zero_grad()" in text and f"[rank {group.rank} of 2]" in text
-        return next_step_works(model, group)
-    step()
-    return worst(gradients(model), before) <= CLOSE
+            text = message_of(RuntimeError, step)
+            assert "zero_grad()" in text and f"[rank {group.rank} of 2]" in text
+            found[what] = next_step_works(model, group)
+    return found
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["weighted", "plain"])
-@pytest.mark.parametrize(
-    "clear",
-    [
-        "model none",
-        "model zeros",
-        "optimizer none",
-        "optimizer zeros",
-        "module none",
-        "by hand",
-        "nothing",
-        "part",
-        "scaled",
-    ],
-)
-def test_a_second_synced_backward_needs_cleared_gradients(clear, plain):
-    assert run_ranks(second_synced, 2, clear, plain) == [True, True]
+def test_a_second_synced_backward_needs_cleared_gradients(plain):
+    for found in run_ranks(second_synced, 2, plain):
+        assert found == dict.fromkeys(CLEARS | DOES_NOT_CLEAR, True)
 
 
 def accumulate_on_a_mean(group):
@@ -194,33 +189,39 @@ BAD_ARGUMENTS = {
 }
 
 
-def bad_argument(group, what, sync):
-    """On rank 1 alone."""
-    kind, call, part = BAD_ARGUMENTS[what]
-    model = pk.DataParallel(Leaf(3), group)
-    if not sync:
-        if group.rank == 1:
-            with model.no_sync(), pytest.raises(kind) as caught:
-                call(model)
-            assert part in str(caught.value)
-    else:
-        with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
-            call(model) if group.rank == 1 else model.backward(model(1.0), 1)
-        assert part in str(caught.value)
-        assert isinstance(caught.value, kind)
-        assert group.rank == 1 or "[rank 1 of 2]" in str(caught.value)
+def step_to_four(group, model):
     model.zero_grad()
     model.backward(model([1.0, 5.0][group.rank]), [1, 3][group.rank])
-    return model.p.grad.tolist()
+    return model.p.grad.tolist() == [4.0] * 3
 
 
-@pytest.mark.parametrize("what", BAD_ARGUMENTS)
-def test_a_bad_argument_on_one_rank_raises_on_all_and_the_next_step_works(what):
-    assert run_ranks(bad_argument, 2, what, True) == [[4.0] * 3] * 2
+def bad_arguments(group):
+    """On rank 1 alone."""
+    found = {}
+    for what, (kind, call, part) in BAD_ARGUMENTS.items():
+        model = pk.DataParallel(Leaf(3), group)
+        with pytest.raises(kind) as caught:
+            call(model) if group.rank == 1 else model.backward(model(1.0), 1)
+        assert part in str(caught.value), what
+        assert group.rank == 1 or "[rank 1 of 2]" in str(caught.value), what
+        found[what] = step_to_four(group, model)
+    return found
+
+
+def test_a_bad_argument_on_one_rank_raises_on_all_and_the_next_step_works():
+    assert run_ranks(bad_arguments, 2) == [dict.fromkeys(BAD_ARGUMENTS, True)] * 2
+
+
+def bad_argument_without_sync(group):
+    model = pk.DataParallel(Leaf(3), group)
+    if group.rank == 1:
+        with model.no_sync(), pytest.raises(ValueError, match="-2.0"):
+            model.backward(model(1.0), -2)
+    return step_to_four(group, model)
 
 
 def test_a_bad_argument_without_sync_raises_here_only():
-    assert run_ranks(bad_argument, 2, "negative weight", False) == [[4.0] * 3] * 2
+    assert run_ranks(bad_argument_without_sync, 2) == [True, True]
 
 
 def moved(group):
@@ -252,14 +253,17 @@ MODULES = {
 }
 
 
-def different_modules(group, what):
-    return message_of(RuntimeError, lambda: pk.DataParallel(MODULES[what](group.rank), group))
+def different_modules(group):
+    return {
+        what: message_of(RuntimeError, lambda make=make: pk.DataParallel(make(group.rank), group))
+        for what, make in MODULES.items()
+    }
 
 
-@pytest.mark.parametrize("what", MODULES)
-def test_modules_that_differ_between_ranks_raise_on_each(what):
-    texts = run_ranks(different_modules, 2, what)
-    assert all("rank 1 differs from rank 0" in text for text in texts)
+def test_modules_that_differ_between_ranks_raise_on_each():
+    for texts in run_ranks(different_modules, 2):
+        assert all("rank 1 differs from rank 0" in text for text in texts.values())
+        assert "[4, 5] instead of" in texts["shape"] and "bfloat16" in texts["dtype"]
 
 
 def bad_construction(group):

@@ -304,36 +304,36 @@ def test_autocast_bf16_gives_the_gradients_of_autocast_in_one_process():
     assert max(run_ranks(autocast, 2)) <= 2e-6
 
 
-def compiled(group, backend, outside):
-    model = pk.DataParallel(mlp(), group) if outside else None
-    runner = torch.compile(model if outside else mlp(), backend=backend)
-    model = model or pk.DataParallel(runner, group)
-    errors = []
-    for step in range(2):
-        model.zero_grad()
-        batches = items([3] * group.size, seed=step)
-        mean = (
-            runner(batches[group.rank][0].float())
-            if outside
-            else model(batches[group.rank][0].float())
-        )
-        model.backward(mean.square().sum(-1).mean(), 3)
-        expected = one_process(mlp(), batches)
-        found = {n.removeprefix("_orig_mod."): g for n, g in gradients(model).items()}
-        errors.append(worst(found, expected))
+def compiled(group, backends):
+    errors = {}
+    for backend, outside in backends:
+        torch.compiler.reset()
+        if outside:
+            model = pk.DataParallel(mlp(), group)
+            runner = torch.compile(model, backend=backend)
+        else:
+            runner = model = pk.DataParallel(torch.compile(mlp(), backend=backend), group)
+        for step in range(2):
+            model.zero_grad()
+            batches = items([3] * group.size, seed=step)
+            out = runner(batches[group.rank][0].float())
+            model.backward(out.square().sum(-1).mean(), 3)
+            found = {n.removeprefix("_orig_mod."): g for n, g in gradients(model).items()}
+            errors[backend, outside, step] = worst(found, one_process(mlp(), batches))
     return errors
 
 
-@pytest.mark.parametrize("outside", [False, True], ids=["inside", "outside"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_torch_compile_of_the_module_or_of_the_wrapper(backend, outside):
-    if backend == "inductor" and outside:
-        pytest.skip("aot_eager shows the same of the wrapper")
-    if backend == "inductor" and shutil.which("g++") is None:
-        pytest.skip("no compiler")
-    # inductor takes long, so one process has to do.
-    for errors in run_ranks(compiled, 1 if backend == "inductor" else 2, backend, outside):
-        assert max(errors) <= CLOSE
+def test_torch_compile_of_the_module_or_of_the_wrapper():
+    backends = [(backend, outside) for backend in ("eager", "aot_eager") for outside in (0, 1)]
+    for errors in run_ranks(compiled, 2, backends):
+        assert max(errors.values()) <= CLOSE, errors
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
+def test_torch_compile_with_inductor():
+    for errors in run_ranks(compiled, 1, [("inductor", 0)]):  # one process: it takes long
+        assert max(errors.values()) <= CLOSE, errors
 
 
 def batch_norm(group, broadcast_buffers):
@@ -377,6 +377,34 @@ def test_plain_backward_counts_one_and_no_sync_accumulates(monkeypatch, algorith
     for errors, total in run_ranks(plain_backward, 2):
         assert max(errors) <= CLOSE
         assert total == 6
+
+
+class Opaque(nn.Module):
+    """Gives an object in which nobody finds the tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x):
+        return lambda: self.net(x).square().sum(-1).mean()
+
+
+def opaque_outputs(group):
+    model, batches, errors = pk.DataParallel(Opaque(), group), items([3, 3]), []
+    for set_to_none in (True, False):
+        model.zero_grad(set_to_none)
+        model(batches[group.rank][0].float())().backward()
+        expected = one_process(mlp(), batches)
+        errors.append(worst(gradients(model.module.net), expected))
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        model(batches[group.rank][0].float())().backward()
+    return errors
+
+
+def test_plain_backward_of_outputs_that_hide_their_tensors():
+    for errors in run_ranks(opaque_outputs, 2):
+        assert max(errors) <= CLOSE
 
 
 def gradient_penalty(group):
