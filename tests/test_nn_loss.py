@@ -100,6 +100,22 @@ def test_no_overflow_and_no_nan_from_minus_infinity():
         assert other == pytest.approx([0.0, *logits_loss[1:]], abs=1e-10)
 
 
+def not_a_number(group):
+    """The loss and the gradient where an ignored token has NaN logits."""
+    logits = torch.zeros(2, 6, dtype=torch.float64)
+    logits[1] = math.nan
+    mine = shard(logits, group).clone().requires_grad_()
+    y = loss(mine, torch.tensor([0, -100]), group=group)
+    y.backward()
+    return y.item(), mine.grad[1].tolist()
+
+
+def test_the_values_of_ignored_tokens_reach_nobody():
+    for y, gradient in pk.testing.run_ranks(not_a_number, 2):
+        assert y == pytest.approx(math.log(6))
+        assert gradient == [0.0] * 3
+
+
 def equal_bits(group):
     logits, target = case(3, 1000, (64,))
     y = loss(shard(logits.float(), group), target, group=group)

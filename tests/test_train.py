@@ -14,6 +14,7 @@ import torch
 import parallelkit as pk
 from parallelkit.errors import InvalidArgumentError
 from parallelkit.train import checks, data, one_process, picture, report
+from parallelkit.train.command import ranks_wanted
 from parallelkit.train.model import IGNORED, START, ByteGPT, rotate
 from parallelkit.train.run import Options, Result, prepare, train
 
@@ -320,6 +321,33 @@ def test_a_run_finds_the_fault_in_it(tmp_path, fault, gradients_ok, replicas_ok)
     assert found.losses["parallel"][0] == pytest.approx(found.losses["one process"][0], rel=1e-6)
     assert all(len(losses) == 2 for losses in found.losses.values())
     assert found.tokens == of_rank_1.tokens
+
+
+def train_split(group: pk.Group, options: Options) -> Result:
+    return train(options, group)
+
+
+def test_layers_split_over_the_ranks_pass_the_same_checks(tmp_path):
+    quick = options(tmp_path, steps=2, batch=3, micro_batch=256, tp=2)
+    found = pk.testing.run_ranks(train_split, 2, quick)[0]
+    assert found.ok
+    assert found.losses["parallel"] == pytest.approx(found.losses["one process"], rel=1e-5)
+    assert found.gradient_bytes < 0.6 * 4 * found.parameters
+
+
+@pytest.mark.parametrize(
+    ("nproc", "dp", "tp", "size"),
+    [(None, None, 1, 2), (3, None, 1, 3), (None, None, 4, 4), (None, 2, 2, 4), (4, 2, 2, 4)],
+)
+def test_the_options_say_how_many_ranks_there_are(nproc, dp, tp, size):
+    assert ranks_wanted(nproc, dp, tp) == size
+
+
+def test_ranks_that_the_split_does_not_divide_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="--tp must divide the 3 ranks"):
+        prepare(options(tmp_path, tp=2), 3)
+    with pytest.raises(ValueError, match="--nproc must be --dp times --tp, 4, got 3"):
+        ranks_wanted(3, 2, 2)
 
 
 # --- what is shown

@@ -1,7 +1,8 @@
 """Which module of a model is split how: plans, their styles, and whether a model can follow one.
 
 A plan maps names of modules to styles; `*` in a name stands for one component, such as a layer's
-number. The styles' names are those of Hugging Face transformers.
+number. The styles' names are those of Hugging Face transformers; the number of blocks in a fused
+projection may follow, "packed_colwise:3" for [q | k | v], and is 2 where it does not.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ON_EMBEDDINGS = {"rowwise": "embedding_rowwise", "colwise": "embedding_colwise"
 # For models whose configuration carries none; names begin inside the base model.
 _BLOCKS = {
     "gpt2": {
-        "h.*.attn.c_attn": "packed_colwise",
+        "h.*.attn.c_attn": "packed_colwise:3",
         "h.*.attn.c_proj": "rowwise",
         "h.*.mlp.c_fc": "colwise",
         "h.*.mlp.c_proj": "rowwise",
@@ -58,8 +59,6 @@ _BLOCKS = {
         "decoder.embed_tokens": "embedding_rowwise",
     },
 }
-# Blocks in a fused projection: q, k and v in GPT-2, gate and up elsewhere.
-_PACKED = {"gpt2": 3}
 _HEADS = {"gpt2": "lm_head", "bert": "cls.predictions.decoder", "opt": "lm_head"}
 
 
@@ -92,11 +91,13 @@ def resolve(model: nn.Module, plan: str | Mapping[str, str], size: int) -> list[
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found: dict[str, str] = {}
+    blocks: dict[str, int] = {}
     for pattern, given in entries.items():
-        style = _OLD_NAMES.get(given, given)
+        style, _, count = given.partition(":")
+        style = _OLD_NAMES.get(style, style)
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         names = [name for name in modules if expression.fullmatch(name)]
-        if style not in STYLES:
+        if style not in STYLES or count and not (count.isdecimal() and "packed" in style):
             if names or any(expression.fullmatch(name) for name in parameters):
                 raise InvalidArgumentError(
                     f"tensor_parallel: {pattern!r} has style {given!r}, which is not supported "
@@ -111,6 +112,8 @@ def resolve(model: nn.Module, plan: str | Mapping[str, str], size: int) -> list[
         for name in names:
             if isinstance(modules[name], nn.Embedding):
                 style = _ON_EMBEDDINGS.get(style, style)
+            if count:
+                blocks[name] = int(count)
             if found.setdefault(name, style) != style:
                 raise InvalidArgumentError(
                     f"tensor_parallel: the plan has both {found[name]!r} and {style!r} for {name!r}"
@@ -120,9 +123,8 @@ def resolve(model: nn.Module, plan: str | Mapping[str, str], size: int) -> list[
         raise InvalidArgumentError(
             f"tensor_parallel: the plan splits nothing of {type(model).__name__}"
         )
-    packed = _PACKED.get(getattr(getattr(model, "config", None), "model_type", ""), 2)
     planned = [
-        Planned(name, found[name], packed if found[name].startswith("packed") else 1)
+        Planned(name, found[name], blocks.get(name, 2) if "packed" in found[name] else 1)
         for name in modules
         if name in found
     ]

@@ -33,6 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks to start on this machine (default: 2); not under torchrun, which starts them",
     )
+    add(
+        "--tp",
+        type=positive(int),
+        default=1,
+        metavar="N",
+        help="ranks that split each layer among them (default: %(default)s)",
+    )
+    add(
+        "--dp",
+        type=positive(int),
+        metavar="N",
+        help="groups of --tp ranks, each with its part of a batch (default: as --nproc says)",
+    )
     add("--steps", type=positive(int), default=50, metavar="N", help="(default: %(default)s)")
     add(
         "--batch",
@@ -90,8 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     fields = [field.name for field in dataclasses.fields(Options)]
     options = Options(**{name: getattr(arguments, name) for name in fields})
     nproc: int | None = arguments.nproc
+    size = ranks_wanted(nproc, arguments.dp, arguments.tp)
     if "RANK" not in os.environ:
-        size = nproc or 2
         prepare(options, size)  # what is wrong with them shows before any rank starts
         return start_ranks(size, rank_main, options)
     if nproc is not None:
@@ -100,6 +113,17 @@ def run(arguments: argparse.Namespace) -> int:
             "torchrun --nproc-per-node sets the number of ranks"
         )
     return rank_main(options)
+
+
+def ranks_wanted(nproc: int | None, dp: int | None, tp: int) -> int:
+    """How many ranks the options ask for; 2 where none says so."""
+    if dp is None:
+        return nproc or max(2, tp)
+    if nproc not in (None, dp * tp):
+        raise InvalidArgumentError(
+            f"--nproc must be --dp times --tp, {dp * tp}, got {nproc}; leave it out"
+        )
+    return dp * tp
 
 
 def rank_main(options: Options) -> int:

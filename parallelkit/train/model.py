@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 START = 256  # the token before a piece's first byte; tokens 0-255 are the bytes
 VOCABULARY = 257
+HEADS = 4
 IGNORED = -100  # the target of a position beyond a piece's end
 
 
@@ -30,12 +31,23 @@ def rotate(x_BHLD: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
+# How `pk.tensor_parallel` splits it.
+PLAN = {
+    "embedding": "embedding_rowwise",
+    "blocks.*.query_key_value": "packed_colwise:3",
+    "blocks.*.attention_out": "rowwise",
+    "blocks.*.mlp_in": "colwise",
+    "blocks.*.mlp_out": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width = width // heads  # and not their number: a rank may have some of them
         self.attention_norm = nn.RMSNorm(width, eps=1e-6)
         self.query_key_value = nn.Linear(width, 3 * width, bias=False)
         self.attention_out = nn.Linear(width, width, bias=False)
@@ -47,7 +59,7 @@ class Block(nn.Module):
         """[B, L, width] to the same shape."""
         # Padding stands behind a piece, so the causal mask alone keeps it out of what counts.
         qkv = self.query_key_value(self.attention_norm(x))
-        query, key, value = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unflatten(-1, (3, -1, self.head_width)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(-2))
         x = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
@@ -57,7 +69,7 @@ class Block(nn.Module):
 class ByteGPT(nn.Module):
     """Next-byte prediction; 1.2 million parameters as it stands, the embedding tied to the head."""
 
-    def __init__(self, width: int = 128, depth: int = 6, heads: int = 4) -> None:
+    def __init__(self, width: int = 128, depth: int = 6, heads: int = HEADS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))

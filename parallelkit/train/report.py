@@ -14,7 +14,9 @@ def heading(options: Options, group: Group) -> str:
     """What is about to run, in a sentence."""
     source = options.data or "the Python standard library's sources"
     return (
-        f"Training on {ranks(group.size)} ({group.transport}, {group.device}): {options.steps} "
+        f"Training on {ranks(group.size)} ({group.transport}, {group.device}"
+        + (f", layers split over {options.tp}" if options.tp > 1 else "")
+        + f"): {options.steps} "
         f"steps of {options.batch} pieces of text from {source}"
     )
 

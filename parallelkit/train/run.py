@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 import parallelkit as pk
@@ -26,7 +27,7 @@ import parallelkit as pk
 from ..errors import InvalidArgumentError
 from .checks import GradientCheck, GradientChecker, digest
 from .data import CONTEXT, MicroBatch, global_batches, micro_batches, read_pieces
-from .model import ByteGPT
+from .model import HEADS, PLAN, ByteGPT
 from .one_process import Weighted, backward, mean_of_means, mean_over_tokens
 
 CHECKS = 6  # steps whose gradients are compared, the first and the last among them
@@ -44,6 +45,7 @@ class Options:
     seed: int
     device: str | None
     out: Path
+    tp: int = 1
 
 
 @dataclass
@@ -53,9 +55,10 @@ class Result:
     size: int
     transport: str
     parameters: int
-    gradient_bytes: int
+    gradient_bytes: int  # of a rank
+    tp: int = 1  # ranks that hold one model together
     losses: dict[str, list[float]] = field(default_factory=dict)  # of each way, over all tokens
-    tokens: list[list[int]] = field(default_factory=list)  # of each rank
+    tokens: list[list[int]] = field(default_factory=list)  # of each data-parallel rank
     seconds: list[float] = field(default_factory=list)  # of the parallel run
     checks: list[GradientCheck] = field(default_factory=list)  # for each step compared
     digests: list[str] = field(default_factory=list)  # for each rank, of its parameters at the end
@@ -84,14 +87,25 @@ class Result:
     @property
     def bytes_per_step(self) -> float:
         """What a rank sends in a step: its gradients by reduce-scatter, then by all-gather."""
-        return 2 * (self.size - 1) / self.size * self.gradient_bytes
+        data_ranks = self.size // self.tp
+        return 2 * (data_ranks - 1) / data_ranks * self.gradient_bytes
 
 
 class ParallelRun:
-    """Training by all ranks, through parallelkit."""
+    """Training by all ranks, through parallelkit.
 
-    def __init__(self, module: nn.Module, group: pk.Group, lr: float) -> None:
+    Args:
+        module: whole; split in place over `tensor_group`, if there is one.
+        group: ranks with different parts of a batch.
+    """
+
+    def __init__(
+        self, module: nn.Module, group: pk.Group, tensor_group: pk.Group | None, lr: float
+    ) -> None:
         self.group = group
+        self._whole = copy.deepcopy(module)
+        if tensor_group is not None:
+            pk.tensor_parallel(module, tensor_group, PLAN)
         self.model = pk.DataParallel(module, group)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
 
@@ -106,6 +120,14 @@ class ParallelRun:
         tokens = sum(batch.tokens for batch in share)
         pk.weighted_all_reduce_([loss_sum], tokens, self.group, reduction="sum")
         return loss_sum.item()
+
+    def whole(self) -> nn.Module:
+        """The model, unsplit, with the parameters and gradients of now; collective."""
+        self._whole.load_state_dict(pk.gather_state_dict(self.model.module))
+        gradients = pk.gather_gradients(self.model.module)
+        for name, parameter in self._whole.named_parameters():
+            parameter.grad = gradients.get(name)
+        return self._whole
 
 
 class OneProcessRun:
@@ -134,13 +156,16 @@ def train(options: Options, group: pk.Group) -> Result:
     single = OneProcessRun(module, options.lr) if group.rank == 0 else None
     plain = OneProcessRun(module, options.lr) if group.rank == 1 % group.size else None
     checker = GradientChecker(module, options.seed) if group.rank == 0 else None
-    parallel = ParallelRun(module, group, options.lr)
+    parameters = sum(p.numel() for p in module.parameters())
+    data_group, tensor_group = split_ranks(group, options.tp)
+    parallel = ParallelRun(module, data_group, tensor_group, options.lr)
 
     result = Result(
         size=group.size,
         transport=group.transport,
-        parameters=sum(p.numel() for p in module.parameters()),
+        parameters=parameters,
         gradient_bytes=sum(p.numel() * p.element_size() for p in module.parameters()),
+        tp=options.tp,
     )
     losses: list[float] = []
     checked = {round(i * (options.steps - 1) / (CHECKS - 1)) for i in range(CHECKS)}
@@ -149,17 +174,19 @@ def train(options: Options, group: pk.Group) -> Result:
     for step, batch in enumerate(batches):
         whole = micro_batches(batch, options.micro_batch, group.device)
         shares = [
-            micro_batches(batch[rank :: group.size], options.micro_batch, group.device)
-            for rank in range(group.size)
+            micro_batches(batch[rank :: data_group.size], options.micro_batch, group.device)
+            for rank in range(data_group.size)
         ]
         result.tokens.append([sum(b.tokens for b in share) for share in shares])
 
         group.barrier()  # what ranks did for comparison took them different times
         start = time.perf_counter()
-        losses.append(parallel.backward(shares[group.rank]))
+        losses.append(parallel.backward(shares[data_group.rank]))
         backward_end = time.perf_counter()
-        if checker is not None and step in checked:
-            result.checks.append(checker.check(module, step, whole, shares))
+        if step in checked:
+            trained = parallel.whole()
+            if checker is not None:
+                result.checks.append(checker.check(trained, step, whole, shares))
         step_start = time.perf_counter()
         parallel.optimizer.step()
         result.seconds.append(time.perf_counter() - step_start + backward_end - start)
@@ -177,8 +204,17 @@ def train(options: Options, group: pk.Group) -> Result:
         "one process": single.losses if single else [],
         "plain mean": all_gather_object(plain and plain.losses, group)[1 % group.size],
     }
-    result.digests = all_gather_object(digest(module), group)
+    result.digests = all_gather_object(digest(parallel.whole()), group)
     return result
+
+
+def split_ranks(group: pk.Group, tp: int) -> tuple[pk.Group, pk.Group | None]:
+    """The ranks with other data, and those that hold the model together with this one."""
+    if tp == 1:
+        return group, None
+    shape = (group.size // tp, tp)
+    mesh = init_device_mesh(group.device.type, shape, mesh_dim_names=("dp", "tp"))
+    return pk.Group.from_mesh(mesh["dp"]), pk.Group.from_mesh(mesh["tp"])
 
 
 def prepare_once(options: Options, group: pk.Group) -> list[bytes]:
@@ -198,6 +234,12 @@ def prepare_once(options: Options, group: pk.Group) -> list[bytes]:
 
 def prepare(options: Options, size: int) -> list[bytes]:
     """Make the folder for the results and read enough pieces of text for size ranks."""
+    if size % options.tp or HEADS % options.tp:
+        raise InvalidArgumentError(
+            f"--tp must divide the {size} ranks and the model's {HEADS} attention heads, "
+            f"got {options.tp}"
+        )
+    size //= options.tp  # what shares a batch
     if options.batch < size:
         raise InvalidArgumentError(
             f"--batch must give each of the {size} ranks a piece of text, got "
