@@ -149,7 +149,7 @@ def gathers_and_splits(group):
     found.square().sum().backward()
     gradients = gathered(column, {n: p.grad for n, p in column.named_parameters()})
     return [
-        float((found - wanted).abs().max()),
+        float((found - wanted).detach().abs().max()),
         float((mine.grad - x.grad).abs().max()),
         largest_difference(gradients, {n: p.grad for n, p in whole.named_parameters()}),
         largest_difference(

@@ -113,7 +113,7 @@ def tied(group, plan):
         split.head.weight is split.embed.weight,
         split.embed.weight.shape[0]
         == len(range(11)[slice(*pk.shard_bounds(11, group.size, group.rank))]),
-        float((found - wanted).abs().max()),
+        float((found - wanted).detach().abs().max()),
         float((gradient - whole.embed.weight.grad).abs().max()),
     )
 
@@ -158,7 +158,7 @@ def every_style(group):
         found.backward(dy)
         gradients = pk.gather_gradients(split)
         differences[name] = max(
-            float((found - wanted).abs().max()),
+            float((found - wanted).detach().abs().max()),
             *(float((gradients[n] - p.grad).abs().max()) for n, p in whole.named_parameters()),
         )
         state = pk.gather_state_dict(split)

@@ -42,6 +42,10 @@ def build(name):
     }  # fmt: skip
     bert = sizes | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     opt = sizes | {"ffn_dim": 46, "word_embed_proj_dim": HIDDEN, "dropout": 0.0}
+    latent = sizes | {
+        "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4, "v_head_dim": 6,
+    }  # fmt: skip
     head = {"head_dim": HIDDEN // 4}
     tied = {"tie_word_embeddings": True}
     makers = {
@@ -58,6 +62,7 @@ def build(name):
         "gpt_neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**sizes, **no_dropout)),
         "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2)),
         "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**bert)),
+        "minicpm3": lambda: hf.MiniCPM3ForCausalLM(hf.MiniCPM3Config(**latent)),
         "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(**opt)),
     }
     torch.manual_seed(7)
@@ -137,7 +142,7 @@ def compare(group, names, sequence_parallel, dtype):
 
 ALL = [
     "llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "phi", "phi3", "gpt_neox", "gpt2",
-    "bert", "opt",
+    "bert", "opt", "minicpm3",
 ]  # fmt: skip
 
 
@@ -247,7 +252,7 @@ def with_dropout(group):
 
 
 def on_two_ranks(group, folder):
-    sharded = [name for name in ALL if name not in ("phi3", "opt")]
+    sharded = [name for name in ALL if name not in ("phi3", "opt", "minicpm3")]
     return {
         "whole sequences": compare(group, ALL, False, torch.float64),
         "sharded sequences": compare(group, sharded, True, torch.float64),

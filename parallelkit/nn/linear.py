@@ -16,7 +16,7 @@ recomputation in large transformer models".
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,6 +45,9 @@ from parallelkit.nn.linear_op import (
 from parallelkit.nn.shared_input import SharedInput
 from parallelkit.nn.split import Split, draw_shard, split_of
 from parallelkit.nn.torch_products import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -250,6 +253,17 @@ class SplitLinear(nn.Module):
         split = split_of(parameter)
         return parameter.detach().clone() if split is None else split.gather(parameter)
 
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, group: Group | DeviceMesh | None = None, **options: Any
+    ) -> Self:
+        """This rank's part of a layer that every rank has whole; options as the constructor's."""
+        sizes = (linear.in_features, linear.out_features, linear.bias is not None)
+        made: Any = cls
+        made = made(*sizes, group=group, device="meta", **options)
+        made._take(linear, transposed=False, blocks=1)
+        return made  # type: ignore[no-any-return]
+
     def to_linear(self) -> nn.Linear:
         """The whole layer as nn.Linear, on every rank; collective."""
         weight, bias = self._whole("weight"), self._whole("bias")
@@ -325,18 +339,6 @@ class ColumnParallelLinear(SplitLinear):
         self.gather_output, self.activation = gather_output, activation
         self.shared_input: SharedInput | None = None  # with its siblings
 
-    @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, group: Group | DeviceMesh | None = None, **options: Any
-    ) -> ColumnParallelLinear:
-        """This rank's part of a layer that every rank has whole; options as the constructor's."""
-        made = cls(
-            linear.in_features, linear.out_features, linear.bias is not None, group=group,
-            device="meta", **options,
-        )  # fmt: skip
-        made._take(linear, transposed=False, blocks=1)
-        return made
-
     def enter(self, x: Tensor) -> Tensor:
         """x as the split computation reads it: whole, its gradient summed over the group."""
         if self.sequence_parallel:
@@ -395,18 +397,6 @@ class RowParallelLinear(SplitLinear):
     ) -> None:
         super().__init__(in_features, out_features, bias, group, sequence_parallel, device, dtype)
         self.input_is_parallel = input_is_parallel
-
-    @classmethod
-    def from_linear(
-        cls, linear: nn.Linear, group: Group | DeviceMesh | None = None, **options: Any
-    ) -> RowParallelLinear:
-        """This rank's part of a layer that every rank has whole; options as the constructor's."""
-        made = cls(
-            linear.in_features, linear.out_features, linear.bias is not None, group=group,
-            device="meta", **options,
-        )  # fmt: skip
-        made._take(linear, transposed=False, blocks=1)
-        return made
 
     def forward(self, x: Tensor) -> Tensor:
         """The whole outputs, or this rank's tokens of them with sequence_parallel."""

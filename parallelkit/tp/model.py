@@ -22,7 +22,7 @@ from parallelkit.nn import (
     VocabParallelEmbedding,
     sum_gradients,
 )
-from parallelkit.nn.functional import copy_to_group, reduce_from_group
+from parallelkit.nn.functional import copy_to_group
 from parallelkit.nn.shared_input import SharedInput
 from parallelkit.tp.plans import COLUMN, EMBEDDING, ROW, Planned, is_attention, is_conv1d, resolve
 from parallelkit.tp.regions import check_sequence_parallel, mark_regions, stack_of
@@ -51,8 +51,8 @@ def tensor_parallel(
         plan: names of modules (`*` for one component) to styles: "colwise", "rowwise",
             "colwise_gather_output", "rowwise_split_input", "packed_colwise", "packed_rowwise",
             "embedding_rowwise", "embedding_colwise", "replicate",
-            "replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj". "auto" takes the
-            plan of a Hugging Face model, or the one this package has for GPT-2, BERT and OPT.
+            "replicated_with_grad_allreduce", "mla_kv_a_proj". "auto" takes the plan of a Hugging
+            Face model, or the one this package has for GPT-2, BERT and OPT.
         sequence_parallel: activations between the pairs of split layers are shards along dimension
             -2. A Hugging Face model still takes whole token ids and gives whole logits; another
             module takes and gives shards.
@@ -140,10 +140,9 @@ def _replace(
                 siblings.setdefault(parent_name, []).append(new)
         elif each.style == "replicated_with_grad_allreduce":
             sum_gradients(old.parameters(), group)
-        elif each.style == "all_reduce":
-            old.register_forward_hook(lambda _, args, y: reduce_from_group(y, group))
         elif each.style == "mla_kv_a_proj":
-            old.register_forward_hook(_rotary_gradient(model, group))
+            config: Any = model.config
+            old.register_forward_hook(_rotary_gradient(config.qk_rope_head_dim, group))
     for module in model.modules():  # containers that hold a split parameter too
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in made:
@@ -196,9 +195,8 @@ def _split(old: nn.Module, group: Group, each: Planned, sequence_parallel: bool)
     return new
 
 
-def _rotary_gradient(model: nn.Module, group: Group) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+def _rotary_gradient(rotary: int, group: Group) -> Callable[[nn.Module, Any, Tensor], Tensor]:
     """Latent attention's rotary part goes to the split heads without a column layer on the way."""
-    rotary = int(getattr(model.config, "qk_rope_head_dim"))  # noqa: B009  type: ignore[union-attr]
 
     def hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
         latent, rotated = y.split([y.shape[-1] - rotary, rotary], dim=-1)

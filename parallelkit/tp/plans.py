@@ -21,7 +21,7 @@ __all__ = ["Planned", "is_attention", "is_conv1d", "resolve"]
 COLUMN = ("colwise", "packed_colwise", "colwise_gather_output")
 ROW = ("rowwise", "packed_rowwise", "rowwise_split_input")
 EMBEDDING = ("embedding_rowwise", "embedding_colwise")
-OTHER = ("replicate", "replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj")
+OTHER = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")
 STYLES = (*COLUMN, *ROW, *EMBEDDING, *OTHER)
 _OLD_NAMES = {
     "colwise_rep": "colwise_gather_output",
