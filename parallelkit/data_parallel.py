@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .buckets import GradientBuckets
 from .collectives import Weight
@@ -32,7 +33,7 @@ class DataParallel(nn.Module):
     Args:
         module: any module, already where it belongs (`.to(...)` comes before); its parameters and
             buffers become those of rank 0.
-        group: the ranks. Default: all (`pk.init()`).
+        group: the ranks, a Group or one dimension of a DeviceMesh. Default: all (`pk.init()`).
         bucket_mb: MiB in a bucket, about. Smaller ones leave earlier, larger ones cost less in all.
         grad_dtype: sums gradients in this dtype where it is wider than the parameter's. They are
             rounded once after the sync, unless a `ShardedAdamW` takes them. Default: as parameters.
@@ -51,7 +52,7 @@ class DataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        group: Group | None = None,
+        group: Group | DeviceMesh | None = None,
         *,
         bucket_mb: float = 25.0,
         grad_dtype: torch.dtype | None = None,

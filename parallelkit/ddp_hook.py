@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import Weight, weighted_all_reduce_
 from .group import Group, default_group
@@ -33,7 +34,7 @@ class WeightedMean:
 Hook = Callable[[WeightedMean, dist.GradBucket], torch.futures.Future[torch.Tensor]]  # type: ignore[name-defined]
 
 
-def ddp_comm_hook(group: Group | None = None) -> tuple[WeightedMean, Hook]:
+def ddp_comm_hook(group: Group | DeviceMesh | None = None) -> tuple[WeightedMean, Hook]:
     """A communication hook for DistributedDataParallel that counts items instead of ranks.
 
         state, hook = pk.ddp_comm_hook()
@@ -43,7 +44,8 @@ def ddp_comm_hook(group: Group | None = None) -> tuple[WeightedMean, Hook]:
         loss.backward()                         # .grad <- sum_r weight_r grad_r / sum_r weight_r
 
     Args:
-        group: the ranks of the wrapped model. Default: all (`pk.init()`).
+        group: the ranks of the wrapped model, a Group or one dimension of a DeviceMesh. Default:
+            all (`pk.init()`).
 
     Returns:
         (state, hook), for `DistributedDataParallel.register_comm_hook`.

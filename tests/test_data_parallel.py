@@ -180,7 +180,11 @@ def tokens_over_dp_only(group):
     with pk.Group.from_mesh(mesh["dp"]) as over_dp:
         model = pk.DataParallel(Leaf(3), over_dp)
         model.backward(model([1.0, 5.0][over_dp.rank]), [1, 3][over_dp.rank])
-        return over_dp.size, model.p.grad.tolist(), model.total_weight.item()
+        found = over_dp.size, model.p.grad.tolist(), model.total_weight.item()
+    again = pk.DataParallel(Leaf(3), mesh["dp"])  # the mesh stands for its group
+    again.backward(again([1.0, 5.0][again.group.rank]), [1, 3][again.group.rank])
+    assert torch.equal(again.p.grad, model.p.grad)
+    return found
 
 
 def test_on_a_mesh_tokens_count_over_dp_only():
