@@ -194,6 +194,29 @@ def train_on_rank_0_alone(group: pk.Group) -> tuple[dict[str, torch.Tensor], str
     return state, ranks.digest(state.values())
 
 
+def test_parameter_used_on_one_rank_counts_as_zero_on_the_other() -> None:
+    """Weights 2 and 2, gradient 4 on rank 0: the mean is 2."""
+    for used, unused in run_ranks(use_on_rank_0, 2):
+        assert used == pytest.approx(-2.0, rel=1e-4)
+        assert unused == 1.0
+
+
+def use_on_rank_0(group: pk.Group) -> tuple[float, float]:
+    parameters = [nn.Parameter(torch.full((3,), float(i == 2))) for i in range(3)]
+    model = pk.DataParallel(nn.ParameterList(parameters), group)
+    optimizer = pk.ShardedAdamW(
+        model.parameters(),
+        lr=1e6,
+        betas=(0.0, 0.0),
+        eps=1e6,
+        weight_decay=1e-7,
+        data_parallel=model,
+    )
+    model.backward((4.0 * parameters[0 if group.rank == 0 else 1]).sum(), 2)
+    optimizer.step()
+    return parameters[0][0].item(), parameters[2][0].item()
+
+
 def test_nonfinite_gradient_on_one_rank_is_skipped_on_all() -> None:
     for rank in run_ranks(meet_nan_both_ways, 2):
         for fused, (skipped, said, digests) in zip((False, True), rank, strict=True):
