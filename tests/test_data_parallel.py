@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
-from ranks import digest, same
+from ranks import NATIVE, digest, same
 from torch import nn
 from training import Leaf, accumulate, gradients, items, mean_square, mlp, one_process, worst
 
 import parallelkit as pk
 from parallelkit.testing import run_ranks
+from parallelkit.transport import choose
 
 CLOSE = 1e-6  # fp32, relative to the largest gradient of a tensor
 
@@ -72,6 +73,19 @@ def test_gradients_of_4_ranks_times_2_micro_batches_are_those_of_one_process(
 ):
     for found, expected in run_ranks(eight_micro_batches, 4, dtype):
         assert worst(found, expected) <= bound
+
+
+def over_two_hosts(group):
+    choose.host_identity = lambda: ("ab"[group.rank // 2], "", 0)
+    with pk.Group() as hosts:
+        return hosts.transport, worst(*eight_micro_batches(hosts, torch.float32))
+
+
+@pytest.mark.skipif(not NATIVE, reason="needs the native extension")
+def test_ranks_of_several_hosts_give_the_same_gradients():
+    for transport, error in run_ranks(over_two_hosts, 4):
+        assert transport == "hierarchical"
+        assert error <= CLOSE
 
 
 # Case 5: https://github.com/pytorch/pytorch/issues/33148

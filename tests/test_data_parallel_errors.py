@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import message_of, same
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import Leaf, accumulate, gradients, items, mean_square, mlp, one_process, worst
 
 import parallelkit as pk
@@ -153,6 +154,35 @@ def test_after_an_exception_in_a_plain_backward_the_others_hear_at_its_next_use(
     (told, works), (_, culprit_works) = run_ranks(exception_in_backward, 2, (1,), True, at_step)
     assert "did not come to its end" in told and "[rank 1 of 2]" in told
     assert works and culprit_works
+
+
+class Late(nn.Module):
+    """Its head is used last, and once more inside a checkpoint of which autograd learns later."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head, self.reentrant = nn.Linear(5, 5), nn.Linear(5, 5), False
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = checkpoint(self.head, x, use_reentrant=True) if self.reentrant else self.head(x)
+        return self.head(torch.tanh(x))
+
+
+def checkpointing_that_begins_late(group):
+    model = pk.DataParallel(Late(), group, bucket_mb=1e-4)
+    assert next_step_works(model, group) and next_step_works(model, group)
+    model.module.reentrant = True
+    model.zero_grad()
+    batch, n = items([3])[0]
+    text = message_of(RuntimeError, lambda: model.backward(mean_square(model, batch), n))
+    return text, next_step_works(model, group)
+
+
+def test_a_gradient_that_comes_after_its_bucket_left_is_refused_and_overlap_ends():
+    for text, works in run_ranks(checkpointing_that_begins_late, 2):
+        assert "head." in text and "reentrant" in text
+        assert works
 
 
 def exception_while_accumulating(group):
