@@ -353,6 +353,9 @@ class ShardedAdamW(Optimizer):
                     f"ShardedAdamW.step: {odd.name} has a gradient on one of rank 0 and rank "
                     f"{rank} only; gradients must be averaged before the step. Nothing was changed"
                 )
+        if self._buckets is not None:
+            total = math.fsum(facts.weight for facts in heard)
+            self._buckets.total_weight = torch.tensor(total, dtype=torch.float64)
         some = [any(rank) for rank in zip(*(f.used for f in heard if f.weight > 0), strict=True)]
         return [member for member, moves in zip(members, some, strict=False) if moves]
 

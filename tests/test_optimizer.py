@@ -214,6 +214,7 @@ def use_on_rank_0(group: pk.Group) -> tuple[float, float]:
     )
     model.backward((4.0 * parameters[0 if group.rank == 0 else 1]).sum(), 2)
     optimizer.step()
+    assert model.total_weight == 4.0
     return parameters[0][0].item(), parameters[2][0].item()
 
 
