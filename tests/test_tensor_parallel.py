@@ -249,8 +249,10 @@ def peak_memory(group):
 def test_peak_memory_falls_with_the_number_of_ranks():
     whole = 4 * 1024 * 4096 * 4
     peaks = {size: max(pk.testing.run_ranks(peak_memory, size)) for size in (1, 2, 4)}
-    for size, peak in peaks.items():  # weights and gradients, and what does not depend on the split
-        assert peak < 2 * whole / size + 24e6, peaks
+    for size, peak in peaks.items():
+        # weights, gradients, what computing one layer takes, and what no split makes smaller;
+        # one gathered weight (16.8 MB) would be too much for 4 ranks
+        assert peak < 2.5 * whole / size + 16e6, peaks
     assert peaks[4] < 0.45 * peaks[1], peaks
 
 
