@@ -120,3 +120,21 @@ def prepared_calls(group: pk.Group, algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ["auto", "reference"])
 def test_a_prepared_call_follows_the_tensors_values_and_survives_bad_weights(algorithm):
     run_ranks(prepared_calls, 2, algorithm)
+
+
+def waited_for_in_any_order(group: pk.Group) -> None:
+    """Ranks whose tensors lie in different orders need no agreement on when each one waits."""
+    everybody = [random(1, r, (4, 3, 5, 6), torch.float32) for r in range(group.size)]
+    tensor = laid_out(everybody[group.rank], ("row-major", "transposed")[group.rank])
+    work = pk.weighted_all_reduce_(tensor, 1, group, async_op=True)
+    if group.rank == 0:
+        work.wait()
+    other = torch.full((7,), float(group.rank))
+    pk.weighted_all_reduce_(other, 1, group)
+    assert other.tolist() == [0.5] * 7
+    work.wait()
+    oracle.assert_weighted(tensor, everybody, [1.0] * group.size)
+
+
+def test_one_rank_may_wait_before_and_another_after_the_next_call():
+    run_ranks(waited_for_in_any_order, 2)
