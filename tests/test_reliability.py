@@ -165,7 +165,7 @@ def until_stopped(group, victim, after, elements):
             pk.weighted_all_reduce_(arena, group=group)
     except pk.CollectiveTimeoutError as error:
         waited, culprit, message = time.monotonic() - began, error.rank, str(error)
-    mine = arena.clone()
+    arena.fill_(7)  # what a late writer would write is something else
     if group.rank != victim:
         with pytest.raises(pk.CollectiveTimeoutError):
             group.barrier()
@@ -173,7 +173,7 @@ def until_stopped(group, victim, after, elements):
         with contextlib.suppress(ProcessLookupError):
             os.kill(processes[victim], signal.SIGCONT)
         time.sleep(0.4)
-    untouched = torch.equal(arena, mine)
+    untouched = arena.eq(7).all().item()
 
     whole = pk.init(timeout=timedelta(seconds=20))
     value = torch.full((7,), float(whole.rank))
@@ -182,7 +182,7 @@ def until_stopped(group, victim, after, elements):
     return culprit, waited, message, untouched, whole is not group, value[0].item()
 
 
-@pytest.mark.parametrize("after", [0.01, 0.06])
+@pytest.mark.parametrize("after", [0.01, 0.03])
 def test_a_stopped_rank_is_named_at_the_deadline_and_damages_nothing_later(transport, after):
     elements = 8 << 20 if transport == "shared-memory" else 1 << 20
     found = outcomes(until_stopped, 3, 1, after, elements)
