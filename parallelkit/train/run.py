@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -170,6 +171,7 @@ def train(options: Options, group: pk.Group) -> Result:
     losses: list[float] = []
     checked = {round(i * (options.steps - 1) / (CHECKS - 1)) for i in range(CHECKS)}
     batches = global_batches(pieces, options.batch, options.steps, options.seed)
+    tqdm.set_lock(threading.RLock())  # its own would be one of multiprocessing, and leak
     bar = tqdm(total=options.steps, unit="step", disable=None if group.rank == 0 else True)
     for step, batch in enumerate(batches):
         whole = micro_batches(batch, options.micro_batch, group.device)
