@@ -97,7 +97,7 @@ class ProcessGroup:
             list(ranks),
             dist.Backend(self._backend),
             torch_groups._get_default_store(),
-            f"{self._unique}-{'-'.join(map(str, ranks))}",
+            f"{self._unique}-{'-'.join(map(str, ranks))}",  # type: ignore[arg-type]
             timeout=self._timeout + _GRACE,
         )
         numbers = {rank: number for number, rank in enumerate(ranks)}

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -90,16 +91,17 @@ class Watch:
         here = (boot_id(), pid_namespace())
         found: list[Any] = [None] * self._size
         dist.all_gather_object(found, (here, os.getpid()), group=group)
-        self._processes = {}  # rank -> pidfd, of this host's other ranks
+        self._processes: dict[int, int] = {}  # rank -> pidfd, of this host's other ranks
         if hasattr(os, "pidfd_open"):
-            self._processes = {
-                rank: os.pidfd_open(pid)
-                for rank, (there, pid) in enumerate(found)
-                if there == here and rank != self._rank
-            }
+            for rank, (there, pid) in enumerate(found):
+                if there == here and rank != self._rank:
+                    with suppress(ProcessLookupError):  # gone already: its connections tell
+                        self._processes[rank] = os.pidfd_open(pid)
         # torch has no public way to the store it was started with.
-        store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"parallelkit/{group.group_name}/", store)
+        torch_groups = dist.distributed_c10d
+        self._store = torch_groups.PrefixStore(
+            f"parallelkit/{group.group_name}/", torch_groups._get_default_store()
+        )
         self._closed = threading.Event()
         threading.Thread(target=self._listen, name="parallelkit-watch", daemon=True).start()
 
