@@ -210,7 +210,7 @@ def main() -> int:
     print(f"\n{'':<20}{'ms a step':>12}{'beyond':>10}{'DDP':>8}")
     for name, value in seconds.items():
         against = ""
-        if name.startswith("ours +") and beyond[name] > 0:
+        if name.startswith("ours +") and min(beyond[name], beyond["DDP + AdamW"]) > 0:
             against = f"{beyond['DDP + AdamW'] / beyond[name]:.1f}x"
         extra = "" if name == "buckets" else f"{beyond[name] * 1e3:.1f}"
         print(f"{name:<20}{value * 1e3:>12.1f}{extra:>10}{against:>8}")
