@@ -13,8 +13,8 @@ number of micro-batches. The candidates take turns, a step each:
 
 "beyond" is the time beyond the faster local step, "DDP" how many times smaller it is than DDP's.
 The share of communication that is hidden is (no overlap - overlap) / buckets. Gradients are
-compared with DDP's before anything is timed. Memory is measured in processes of their own: the largest
-proportional set size of a rank beyond that before the model was built, in multiples of the
+compared with DDP's before anything is timed. Memory is measured in processes of their own: the
+largest proportional set size of a rank beyond that before the model was built, in multiples of the
 parameters' bytes. Times are medians, the slowest rank's counting. The last line is one JSON object.
 
     python bench/bench_data_parallel.py             a few minutes, on a quiet machine
