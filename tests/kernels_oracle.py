@@ -43,7 +43,10 @@ class Tracked:
         if isinstance(t, Tracked):
             return t
         unit = UNIT[torch.float64 if t.dtype == torch.float64 else torch.float32]
-        return Tracked(t.double(), torch.zeros(t.shape, dtype=torch.float64), unit)
+        if t.is_cuda:  # tensor cores truncate where they add
+            unit *= 4
+        value = t.detach().cpu().double()
+        return Tracked(value, torch.zeros_like(value), unit)
 
     def _result(self, value, error, roundings=1):
         return Tracked(value, error + roundings * self.unit * (value.abs() + error), self.unit)
@@ -99,7 +102,7 @@ class Tracked:
     def check(self, actual, name):
         """Fail unless `actual` lies within the bound, NaN included."""
         assert actual.shape == self.value.shape, f"{name}: {actual.shape}, not {self.value.shape}"
-        off = (actual.detach().double() - self.value).abs() / (self.error + 1e-300)
+        off = (actual.detach().cpu().double() - self.value).abs() / (self.error + 1e-300)
         worst = off.nan_to_num(nan=math.inf).max().item() if off.numel() else 0.0
         assert worst <= 1, f"{name} is off by {worst:.3g} times the bound"
 

@@ -5,7 +5,7 @@ and selections are right; sums, products and comparisons work on the bits, and f
 bf16 instead of rounded. `repaired()` computes in fp32 and rounds to nearest even, as GPUs do. It
 also turns off the check of integer overflow, which takes half of the interpreter's time.
 
-test_kernels_interpreter.py shows that the repair is still needed.
+test_kernels_products.py shows that the repair is still needed.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""Every kernel, dtype, epilogue and ragged edge through Triton's interpreter, against float64.
+"""Every kernel, dtype, epilogue and ragged edge against float64: through Triton's interpreter, and
+where there is a GPU, compiled for it.
 
 Outputs are filled with NaN before a kernel runs (PyTorch's deterministic mode does that), so that
 an element no program writes is seen. Bounds come from the error analysis of kernels_oracle.py.
@@ -25,7 +26,10 @@ CONFIGS = {
     ),
 }
 # Ragged against the tiles; rows of every operand in both orders are multiples of 16 bytes, or not.
-SIZES = {"pointers": (67, 45, 131), "descriptors": (72, 40, 136)}
+SIZES = {"pointers": (40, 45, 67), "descriptors": (72, 40, 72)}
+GPU_SIZES = {"GPU": (300, 520, 392), "GPU, ragged": (301, 515, 389)}
+if not torch.cuda.is_available():
+    GPU_SIZES = {}
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +41,18 @@ def interpreter():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(
+    params=[*CONFIGS, *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU_SIZES)]
+)
 def sizes(request, monkeypatch):
-    """M, N, K, under one of the configurations."""
+    """M, N, K, under one of the configurations; or on the GPU, under what the table gives it."""
+    if request.param in GPU_SIZES:
+        with torch.device("cuda"):
+            yield GPU_SIZES[request.param]
+        return
     monkeypatch.setattr(configs, "choose", lambda *arguments: CONFIGS[request.param])
     monkeypatch.setattr(configs, "processors", lambda device: 2)
-    return SIZES[request.param]
+    yield SIZES[request.param]
 
 
 @pytest.fixture(params=DTYPES, ids=str)
@@ -194,10 +204,13 @@ def test_operands_of_any_strides(sizes, random):
 
 @pytest.mark.parametrize("stride", [(2**30 + 8, 1), (1, 2**30 + 8)], ids=["rows", "columns"])
 def test_offsets_of_more_than_31_bits(sizes, stride):
-    # Only the pages of the few elements in use are ever in memory.
     elements = 2 * (2**30 + 8) + 4096
-    space = mmap.mmap(-1, 2 * elements, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    x = torch.frombuffer(space, dtype=torch.float16, count=elements).as_strided((3, 3), stride)
+    if torch.get_default_device().type == "cuda":
+        space = torch.empty(elements, dtype=torch.float16)
+    else:  # only the pages of the few elements in use are ever in memory
+        pages = mmap.mmap(-1, 2 * elements, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        space = torch.frombuffer(pages, dtype=torch.float16, count=elements)
+    x = space.as_strided((3, 3), stride)
     x.copy_(torch.randn(3, 3))
     w = torch.randn(5, 3).half()
     y, _ = linear.forward(x, w, None, None, None, False, False)
