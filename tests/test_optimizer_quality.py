@@ -81,5 +81,8 @@ def validation_loss(kind: Any) -> float:
 
 @pytest.mark.slow
 def test_a_small_gpt_reaches_the_loss_of_float32_state() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors this small gain nothing from more
     wanted, *losses = (validation_loss(kind) for kind in KINDS)
-    assert losses == pytest.approx([wanted, wanted], rel=0.005)
+    torch.set_num_threads(threads)
+    assert max(losses) < 1.005 * wanted
