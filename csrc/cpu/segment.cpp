@@ -74,8 +74,9 @@ class Descriptor {
 
 int Segment::create(const std::string& folder, const std::string& secret, int size,
                     std::uint64_t slab_bytes) {
-  Descriptor file(folder.empty() ? ::memfd_create("parallelkit", MFD_CLOEXEC)
-                                 : ::open(folder.c_str(), O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
+  Descriptor file(folder.empty()
+                      ? ::memfd_create("parallelkit", MFD_CLOEXEC)
+                      : ::open(folder.c_str(), O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
   if (file.get() < 0) {
     fail(errno, folder.empty() ? "memfd_create" : "cannot make a file in " + folder);
   }
@@ -122,8 +123,7 @@ std::shared_ptr<Segment> Segment::map(int descriptor, int rank, int size,
     }
   }
   const std::uint64_t bytes = file_bytes(size, slab_bytes);
-  void* mapping =
-      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  void* mapping = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (mapping == MAP_FAILED) {
     fail(errno, "cannot map " + std::to_string(bytes) + " bytes of shared memory");
   }

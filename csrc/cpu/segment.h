@@ -26,8 +26,7 @@ class Segment {
                   std::uint64_t slab_bytes);
   // Everybody: claim the pages of the own slab (out of memory shows here, as an exception, not as
   // SIGBUS in the middle of a copy) and map all slabs.
-  static std::shared_ptr<Segment> map(int descriptor, int rank, int size,
-                                      std::uint64_t slab_bytes);
+  static std::shared_ptr<Segment> map(int descriptor, int rank, int size, std::uint64_t slab_bytes);
   // The same shape of memory for ranks that are threads of one process; one object for all.
   static std::shared_ptr<Segment> local(int size, std::uint64_t slab_bytes);
 

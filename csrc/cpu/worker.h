@@ -6,6 +6,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -20,10 +21,17 @@ class Task {
   explicit Task(std::function<Result()> work) : work_(std::move(work)) {}
 
   void run() {
-    const Result result = work_();
+    Result result;
+    std::exception_ptr error;  // no memory, or no more threads to be had
+    try {
+      result = work_();
+    } catch (...) {
+      error = std::current_exception();
+    }
     work_ = nullptr;  // let go of the tensors
     const std::lock_guard lock(mutex_);
     result_ = result;
+    error_ = error;
     done_ = true;
     changed_.notify_all();
   }
@@ -44,6 +52,7 @@ class Task {
       }
       lock.lock();
     }
+    if (error_) std::rethrow_exception(error_);
     return result_;
   }
 
@@ -53,6 +62,7 @@ class Task {
   std::condition_variable changed_;
   bool done_ = false;
   Result result_;
+  std::exception_ptr error_;
 };
 
 class Worker {
