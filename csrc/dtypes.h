@@ -28,8 +28,8 @@ PK_HD constexpr std::size_t size_of(Dtype dtype) {
   return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2;
 }
 
-// Internal linkage: the same functions are compiled for several instruction sets (csrc/cpu), and the
-// linker must not hand one file's code to another.
+// Internal linkage: the same functions are compiled for several instruction sets (csrc/cpu), and
+// the linker must not hand one file's code to another.
 namespace {
 
 template <class To, class From>

@@ -69,7 +69,7 @@ struct Header {
   std::uint64_t placement = 0;  // hash of the places in shared memory; 0: not all of it is there
   double weight = 1.0;          // items that this rank's values stand for
   double scale = 1.0;           // a factor its values still need
-  std::uint32_t fault = 0;  // not 0: this rank's caller gave something it must refuse
+  std::uint32_t fault = 0;      // not 0: this rank's caller gave something it must refuse
 };
 
 struct alignas(kLine) Signal {
@@ -123,13 +123,13 @@ PK_HD std::uint32_t reading_slot(const Team& team) {
 
 enum class Outcome : int {
   done = 0,
-  mismatch,    // the headers disagree
-  bad_weight,  // a weight, or their sum, is negative or not finite
-  fault,       // some rank's caller must be refused
-  layouts,     // same shapes, other order in memory: copy to contiguous and call again
-  peer_lost,   // a peer is gone
-  timeout,     // a peer did not come in time
-  interrupted, // the user pressed Ctrl-C here
+  mismatch,     // the headers disagree
+  bad_weight,   // a weight, or their sum, is negative or not finite
+  fault,        // some rank's caller must be refused
+  layouts,      // same shapes, other order in memory: copy to contiguous and call again
+  peer_lost,    // a peer is gone
+  timeout,      // a peer did not come in time
+  interrupted,  // the user pressed Ctrl-C here
 };
 
 inline constexpr int kMaxRanks = 64;
@@ -137,12 +137,12 @@ inline constexpr int kMaxRanks = 64;
 // What all ranks conclude from the same headers, before anything is written.
 struct Verdict {
   Outcome outcome = Outcome::done;
-  bool in_place = false;      // everybody's tensors lie at the same places of shared memory
-  bool all_staged = true;     // nobody's do
-  bool wide = false;          // a coefficient is too small or large for float: add in double
-  double total = 0.0;         // sum of the weights
-  int readers = 0;            // ranks whose values count
-  int source[kMaxRanks];      // those ranks, ascending: the order of summation
+  bool in_place = false;   // everybody's tensors lie at the same places of shared memory
+  bool all_staged = true;  // nobody's do
+  bool wide = false;       // a coefficient is too small or large for float: add in double
+  double total = 0.0;      // sum of the weights
+  int readers = 0;         // ranks whose values count
+  int source[kMaxRanks];   // those ranks, ascending: the order of summation
   double coefficient[kMaxRanks];
 };
 

@@ -33,7 +33,7 @@ def references(weights, units, exact):
 def test_no_factor_is_a_count(steps, exact):
     """A mean of items comes in times at most 1, and what was there at most doubles."""
     units = [weight if mean else 1.0 for weight, mean in steps]
-    for (before, after, _, unit), (weight, _) in zip(
+    for (before, after, _, _), (weight, _) in zip(
         references([w for w, _ in steps], units, exact), steps, strict=True
     ):
         assert weight <= after  # the factor unit / after

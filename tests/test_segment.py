@@ -1,4 +1,4 @@
-"""The memory that ranks share: whose it is, what is refused, and what happens when there is none."""
+"""The memory that ranks share: whose it is, what is refused, and what if there is none."""
 
 import gc
 import os

@@ -68,8 +68,7 @@ class Rank {
 
  private:
   Result wait_for(Task& task) {
-    return task.wait(interrupted,
-                     [this] { comm.break_group(Outcome::interrupted, comm.rank()); });
+    return task.wait(interrupted, [this] { comm.break_group(Outcome::interrupted, comm.rank()); });
   }
   static Reply checked(const Result& result) {
     if (PyErr_Occurred()) throw py::error_already_set();
@@ -77,8 +76,8 @@ class Rank {
   }
 };
 
-Header header_of(std::uint64_t signature, std::uint64_t layout, double weight, double scale, int reduction,
-                 bool fault) {
+Header header_of(std::uint64_t signature, std::uint64_t layout, double weight, double scale,
+                 int reduction, bool fault) {
   Header header;
   header.signature = signature;
   header.layout = layout;
@@ -104,14 +103,15 @@ PYBIND11_MODULE(_cpu, module) {
   module.attr("outcomes") = py::tuple(outcomes);
 
   py::class_<Segment, std::shared_ptr<Segment>>(module, "Segment")
-      .def_static("create",
-                  [](const std::string& folder, const py::bytes& secret, int size,
-                     std::uint64_t bytes) {
-                    const int descriptor = Segment::create(folder, secret, size, bytes);
-                    return std::pair(Segment::path_of(descriptor), descriptor);
-                  })
-      .def_static("open", [](const std::string& path, const py::bytes& secret, int size,
-                             std::uint64_t bytes) { return Segment::open(path, secret, size, bytes); })
+      .def_static(
+          "create",
+          [](const std::string& folder, const py::bytes& secret, int size, std::uint64_t bytes) {
+            const int descriptor = Segment::create(folder, secret, size, bytes);
+            return std::pair(Segment::path_of(descriptor), descriptor);
+          })
+      .def_static("open",
+                  [](const std::string& path, const py::bytes& secret, int size,
+                     std::uint64_t bytes) { return Segment::open(path, secret, size, bytes); })
       .def_static("map", &Segment::map, py::call_guard<py::gil_scoped_release>())
       .def_static("local", &Segment::local)
       .def("slab", [](std::shared_ptr<Segment> segment, int rank) {
@@ -133,10 +133,10 @@ PYBIND11_MODULE(_cpu, module) {
   py::class_<Task, std::shared_ptr<Task>>(module, "Task").def("done", &Task::done);
 
   py::class_<Rank>(module, "Communicator")
-      .def(py::init<std::shared_ptr<Segment>, int, int, const std::vector<int>&, int,
-                    std::uint64_t, double, bool>(),
-           py::arg("control"), py::arg("rank"), py::arg("size"), py::arg("pids"),
-           py::arg("cores"),            py::arg("slot_bytes"), py::arg("timeout_seconds"), py::arg("ring"))
+      .def(py::init<std::shared_ptr<Segment>, int, int, const std::vector<int>&, int, std::uint64_t,
+                    double, bool>(),
+           py::arg("control"), py::arg("rank"), py::arg("size"), py::arg("pids"), py::arg("cores"),
+           py::arg("slot_bytes"), py::arg("timeout_seconds"), py::arg("ring"))
       .def_static("control_bytes", &Communicator::control_bytes)
       .def("add_segment", [](Rank& self, const std::shared_ptr<Segment>& segment,
                              std::uint64_t name) { self.comm.add_segment(segment, name); })
@@ -152,8 +152,7 @@ PYBIND11_MODULE(_cpu, module) {
            })
       .def("all_reduce",
            [](Rank& self, const TensorList& list, std::uint64_t signature, std::uint64_t layout,
-              double weight, double scale, int reduction,
-                 bool fault, int threads) {
+              double weight, double scale, int reduction, bool fault, int threads) {
              const Header header = header_of(signature, layout, weight, scale, reduction, fault);
              return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
                return comm.all_reduce(list, header, threads, stop);
@@ -161,8 +160,8 @@ PYBIND11_MODULE(_cpu, module) {
            })
       .def("start_all_reduce",
            [](Rank& self, std::shared_ptr<TensorList> list, std::uint64_t signature,
-              std::uint64_t layout, double weight, double scale, int reduction,
-                 bool fault, int threads) {
+              std::uint64_t layout, double weight, double scale, int reduction, bool fault,
+              int threads) {
              const Header header = header_of(signature, layout, weight, scale, reduction, fault);
              return self.later([=](Communicator& comm, const Communicator::Interrupted& stop) {
                return comm.all_reduce(*list, header, threads, stop);
@@ -171,18 +170,18 @@ PYBIND11_MODULE(_cpu, module) {
       .def("wait", &Rank::wait)
       .def("reduce_scatter",
            [](Rank& self, const TensorList& list, std::uintptr_t shard, std::uint64_t element_bytes,
-              std::uint64_t signature, std::uint64_t layout, double weight, double scale, int reduction,
-                 bool fault, int threads) {
+              std::uint64_t signature, std::uint64_t layout, double weight, double scale,
+              int reduction, bool fault, int threads) {
              const Header header = header_of(signature, layout, weight, scale, reduction, fault);
              return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
-               return comm.reduce_scatter(list, pointer(shard), element_bytes, header, threads, stop);
+               return comm.reduce_scatter(list, pointer(shard), element_bytes, header, threads,
+                                          stop);
              });
            })
       .def("all_gather",
            [](Rank& self, const TensorList& list, std::uintptr_t shard, std::uint64_t element_bytes,
-              std::uint64_t signature, std::uint64_t layout, double weight, double scale, int reduction,
-                 bool fault,
-              int threads) {
+              std::uint64_t signature, std::uint64_t layout, double weight, double scale,
+              int reduction, bool fault, int threads) {
              const Header header = header_of(signature, layout, weight, scale, reduction, fault);
              return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
                return comm.all_gather(list, pointer(shard), element_bytes, header, threads, stop);

@@ -18,7 +18,8 @@ Cut cut_of_flat(const TensorList& list, std::uint64_t element_bytes, int size) {
   return {list.spans().front().bytes, element_bytes, size};
 }
 
-// Steps that a staged collective takes; the first shard is the largest. A single rank stages nothing.
+// Steps that a staged collective takes; the first shard is the largest. A single rank stages
+// nothing.
 std::uint64_t chunks_of(const Cut& cut, std::uint64_t chunk_bytes) {
   return cut.size == 1 ? 0 : ceil_div(cut(0).size(), chunk_bytes);
 }
@@ -33,8 +34,8 @@ void copy_bytes(std::byte* to, const std::byte* from, std::uint64_t bytes) {
 // The two ways of a reduction for one thread of one rank.
 class Communicator::Reduction {
  public:
-  // `scatter`: only this rank's part is made, and goes to `shard` (null where it is empty). Else the
-  // result replaces the tensors on every rank.
+  // `scatter`: only this rank's part is made, and goes to `shard` (null where it is empty). Else
+  // the result replaces the tensors on every rank.
   Reduction(Communicator& comm, Team& team, const Verdict& verdict, const TensorList& list,
             bool scatter, std::byte* shard, const Cut& cut)
       : comm_(comm),
@@ -53,9 +54,8 @@ class Communicator::Reduction {
       if (owner == rank()) continue;
       const Range whole = chunk_of(cut_(owner), chunk_, chunk), part = team_.part(whole);
       std::byte* to = inputs + std::uint64_t(owner) * chunk_ + (part.begin - whole.begin);
-      list_.each(part, [&](const Piece& p) {
-        std::memcpy(to + p.at, p.span.data + p.offset, p.bytes);
-      });
+      list_.each(part,
+                 [&](const Piece& p) { std::memcpy(to + p.at, p.span.data + p.offset, p.bytes); });
       comm_.traffic_.staged += part.size();
     }
   }
@@ -84,9 +84,8 @@ class Communicator::Reduction {
       const Range whole = chunk_of(cut_(owner), chunk_, chunk), part = team_.part(whole);
       const std::byte* from =
           comm_.staging_.results(slab(owner), slot) + (part.begin - whole.begin);
-      list_.each(part, [&](const Piece& p) {
-        std::memcpy(p.span.data + p.offset, from + p.at, p.bytes);
-      });
+      list_.each(
+          part, [&](const Piece& p) { std::memcpy(p.span.data + p.offset, from + p.at, p.bytes); });
       comm_.traffic_.staged += part.size();
     }
   }
@@ -109,9 +108,8 @@ class Communicator::Reduction {
   // Small lists: everything of everybody lies in one slot, and each rank adds up all of it.
   void fill_one_shot(std::uint32_t slot) {
     std::byte* to = comm_.staging_.inputs(slab(rank()), slot);
-    list_.each({0, list_.bytes()}, [&](const Piece& p) {
-      std::memcpy(to + p.at, p.span.data, p.bytes);
-    });
+    list_.each({0, list_.bytes()},
+               [&](const Piece& p) { std::memcpy(to + p.at, p.span.data, p.bytes); });
     comm_.traffic_.staged += list_.bytes();
   }
 
@@ -149,8 +147,8 @@ class Communicator::Reduction {
 };
 
 Communicator::Communicator(std::shared_ptr<Segment> control, int rank, int size,
-                           const std::vector<int>& pids, int cores,
-                           std::uint64_t slot_bytes, double timeout_seconds, Order order)
+                           const std::vector<int>& pids, int cores, std::uint64_t slot_bytes,
+                           double timeout_seconds, Order order)
     : peers_(std::move(control), rank, size, pids, cores, timeout_seconds),
       staging_{slot_bytes, size},
       order_(order),
@@ -209,8 +207,8 @@ Result Communicator::collective(std::uint64_t bytes, int threads, const Interrup
   return {peers_.cause(), peers_.culprit(), 0.0};
 }
 
-Result Communicator::reduce(const TensorList& list, std::byte* shard, const Cut& cut,
-                            Header header, int threads, const Interrupted& stop) {
+Result Communicator::reduce(const TensorList& list, std::byte* shard, const Cut& cut, Header header,
+                            int threads, const Interrupted& stop) {
   const std::uint64_t chunks = chunks_of(cut, staging_.chunk_bytes());
   const bool scatter = header.operation == Operation::reduce_scatter;
   const bool one_shot = !scatter && list.bytes() <= min_u64(kOneShotBytes, staging_.slot_bytes);

@@ -49,7 +49,6 @@ class Communicator {
                int cores, std::uint64_t slot_bytes, double timeout_seconds, Order order);
 
   static std::uint64_t control_bytes(int size, std::uint64_t slot_bytes);
-  static std::uint64_t slot_bytes(int size, std::uint64_t wanted);
 
   // Memory of Group.empty, named alike on every rank, in which tensors are worked on in place.
   void add_segment(const std::shared_ptr<Segment>& segment, std::uint64_t name);

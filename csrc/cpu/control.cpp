@@ -108,8 +108,8 @@ bool Peers::await(int peer, Signal& signal, std::uint32_t ticket,
 
 void Peers::break_group(Outcome cause, int rank) const {
   std::uint32_t whole = 0;
-  control(0).broken.compare_exchange_strong(
-      whole, std::uint32_t(cause) << 16 | std::uint32_t(rank), kBoth, kAcquire);
+  control(0).broken.compare_exchange_strong(whole, std::uint32_t(cause) << 16 | std::uint32_t(rank),
+                                            kBoth, kAcquire);
   for (int r = 0; r < size_; ++r) wake_all(r);
 }
 

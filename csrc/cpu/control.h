@@ -18,7 +18,7 @@ struct alignas(kLine) Control {
   Signal signal[2];
   // Rank 0's is the group's: 0 while all is well, then `cause << 16 | rank` of the first failure.
   alignas(kLine) shared_atomic<std::uint32_t> broken;
-  shared_atomic<std::uint32_t> left;              // not 0: this rank closed the group
+  shared_atomic<std::uint32_t> left;       // not 0: this rank closed the group
   alignas(kLine) std::uint64_t mail_left;  // bytes of the message from this mail on
   std::byte mail[kMailBytes];
 };

@@ -12,8 +12,8 @@ const Kernels& choose() {
   const std::string name = wanted ? wanted : "";
 #if defined(PK_X86_DISPATCH)
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
+  // Whatever has AVX2 and FMA has F16C too, which not every compiler lets us ask for.
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");

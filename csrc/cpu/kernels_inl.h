@@ -9,8 +9,8 @@ namespace pk {
 namespace {
 
 template <class L, class T, class A>
-[[gnu::always_inline]] inline void sum_block(const WeightedSum& job, const T* const* in, T* const* out, std::size_t at,
-                      std::size_t vectors) {
+[[gnu::always_inline]] inline void sum_block(const WeightedSum& job, const T* const* in,
+                                             T* const* out, std::size_t at, std::size_t vectors) {
   constexpr std::size_t kMost = 4;
   typename L::Vector sum[kMost];
   const typename L::Vector first = L::set(A(job.coefficient[0]));

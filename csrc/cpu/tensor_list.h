@@ -14,8 +14,8 @@ namespace pk {
 struct Span {
   std::byte* data;
   std::uint64_t bytes;
-  std::uint64_t begin;     // where it starts in the list's stretch
-  std::ptrdiff_t stride;   // from a rank's copy to the next rank's; 0: not in shared memory
+  std::uint64_t begin;    // where it starts in the list's stretch
+  std::ptrdiff_t stride;  // from a rank's copy to the next rank's; 0: not in shared memory
   Dtype dtype;
 };
 
@@ -24,7 +24,7 @@ struct Piece {
   const Span& span;
   std::uint64_t offset;  // bytes into the tensor
   std::uint64_t bytes;
-  std::uint64_t at;      // bytes from the beginning of the range
+  std::uint64_t at;  // bytes from the beginning of the range
 };
 
 class TensorList {

@@ -22,6 +22,7 @@ from ..collectives import PreparedAllReduce, weighted_all_reduce_
 from ..errors import ParallelKitError
 from ..group import Group
 from ..testing import run_ranks
+from ..transport.shared_memory import SharedMemory
 from .measure import Candidate, environment, interleaved, pin
 
 __all__ = ["add_arguments", "run"]
@@ -92,6 +93,11 @@ def _measure(
 def _measure_size(
     group: Group, numel: int, dtype: torch.dtype, rounds: int, as_list: bool
 ) -> dict[str, Any]:
+    transport = group._transport
+    if not isinstance(transport, SharedMemory):
+        raise ParallelKitError(
+            f"bench collectives: the ranks use {group.transport}, no shared memory"
+        )
     rank, size = group.rank, group.size
     weights = [float(r + 1) for r in range(size)]
     weight, total = weights[rank], sum(weights)
@@ -139,9 +145,9 @@ def _measure_size(
         if target is not None:
             target.copy_(values[rank])
         group.barrier()
-        before = group._transport.traffic()
+        before = transport.traffic()
         call()
-        moved[name] = [b - a for a, b in zip(before, group._transport.traffic(), strict=True)]
+        moved[name] = [b - a for a, b in zip(before, transport.traffic(), strict=True)]
         if target is not None and not name.endswith(("unweighted", "tensors")):
             _check(name, target, expected, dtype)
     del values, expected

@@ -20,9 +20,9 @@ __all__ = ["current_kernels", "run_product", "use_kernels"]
 CHOICES = ("auto", "triton", "torch")
 HALVES = (torch.float16, torch.bfloat16)
 
-# Below this many multiply-adds (some 50 µs of an H200) starting a Triton kernel takes longer than
-# the passes over memory that it saves. An estimate: not measured.
-SMALL_PRODUCT = 2**34
+# From this many multiply-adds on (some 50 µs of an H200) starting a Triton kernel takes less time
+# than the passes over memory that it saves. An estimate: not measured.
+LARGE_PRODUCT = 2**34
 
 # Of the process, not of the thread: autograd runs backward in threads of its own.
 _choice: str | None = None
@@ -72,7 +72,7 @@ def run_product(kernels: str, name: str, pays: bool, *arguments: Any) -> Any:
     Args:
         kernels: the choice.
         name: of the function; both modules have it, with the same arguments.
-        pays: whether plain PyTorch would need further passes over memory for it.
+        pays: whether Triton is expected to gain if the matrices are aligned.
         arguments: first the two matrices whose product it is, or that it goes through.
     """
     function = getattr(torch_products, name)
@@ -116,13 +116,15 @@ def _faster(
     """Which candidate is taken: the faster one if measuring is asked for, else a guess."""
     from parallelkit.kernels import tune
 
+    from parallelkit.kernels.tiles import describable
+
     a, b = arguments[:2]
     if not tune.enabled(a.device):
-        multiply_adds = a.numel() * b.numel() // a.shape[1]
-        return "triton" if pays and multiply_adds >= SMALL_PRODUCT else "torch"
+        aligned = all(describable(t) or describable(t.T) for t in (a, b))
+        return "triton" if pays and aligned else "torch"
     if name in ("add_weight_gradient", "partial_sum"):  # trials must not write where it counts
         arguments = a, b, *(torch.empty_like(t) if t is not None else t for t in arguments[2:])
-    given = [t if isinstance(t, str | bool | None) else "tensor" for t in arguments[2:]]
+    given = ["tensor" if isinstance(t, torch.Tensor) else t for t in arguments[2:]]
     key = f"{name} {tune.bucket(*a.shape, *b.shape)} {a.dtype} {given}"
     trials = {kind: partial(function, *arguments) for kind, function in candidates.items()}
     return tune.fastest(key, trials, a.device)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from parallelkit.errors import UsageError
-from parallelkit.nn.kernel_choice import run_product
+from parallelkit.nn.kernel_choice import LARGE_PRODUCT, run_product
 
 __all__ = [
     "activation_gradient",
@@ -35,6 +35,11 @@ NAMESPACE = "parallelkit_linear"
 library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 
 
+def _is_large(a: Tensor, b: Tensor) -> bool:
+    """Whether a product of a with a matrix of b's elements, one of its sizes a's, is large."""
+    return a.shape[0] * b.numel() >= LARGE_PRODUCT
+
+
 def _empty_for_none(reference: Tensor, t: Tensor | None) -> Tensor:
     return reference.new_empty(0) if t is None else t
 
@@ -49,7 +54,7 @@ def _forward(
     keep: bool,
     kernels: str,
 ) -> tuple[Tensor, Tensor]:
-    pays = activation is not None or residual is not None
+    pays = _is_large(x, weight) and (activation is not None or residual is not None)
     y, pre = run_product(
         kernels, "forward", pays, x, weight, bias, residual, activation, gated, keep
     )
@@ -84,9 +89,8 @@ def _input_gradient(
     gated: bool,
     kernels: str,
 ) -> Tensor:
-    dx: Tensor = run_product(
-        kernels, "input_gradient", pre is not None, dz, weight, pre, activation, gated
-    )
+    pays = _is_large(dz, weight) and pre is not None
+    dx: Tensor = run_product(kernels, "input_gradient", pays, dz, weight, pre, activation, gated)
     return dx
 
 
@@ -104,7 +108,7 @@ def _input_gradient_shape(
 def _weight_gradient(
     dz: Tensor, x: Tensor, bias: bool, dtype: torch.dtype, kernels: str
 ) -> tuple[Tensor, Tensor]:
-    pays = bias or dtype != x.dtype
+    pays = _is_large(dz, x.T) and (bias or dtype != x.dtype)
     dweight, dbias = run_product(kernels, "weight_gradient", pays, dz, x, bias, dtype)
     return dweight, _empty_for_none(dweight, dbias)
 
@@ -119,7 +123,7 @@ def _weight_gradient_shapes(
 def _add_weight_gradient(
     dz: Tensor, x: Tensor, dweight: Tensor, dbias: Tensor | None, kernels: str
 ) -> None:
-    pays = dbias is not None or dweight.dtype != x.dtype
+    pays = _is_large(dz, x.T) and (dbias is not None or dweight.dtype != x.dtype)
     run_product(kernels, "add_weight_gradient", pays, dz, x, dweight, dbias)
 
 
