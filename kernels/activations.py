@@ -4,8 +4,6 @@ Source: GELU and its tanh form, Hendrycks and Gimpel 2016; SiLU, Elfwing et al. 
 are those of torch.nn.functional.relu, gelu, gelu(approximate="tanh") and silu.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 import triton
 import triton.language as tl
 

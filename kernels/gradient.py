@@ -5,8 +5,6 @@ products that read dz instead would repeat it for every tile across: about 16 ti
 4096, some 400 instructions an element against 6 bytes of memory traffic.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 import torch
 import triton
 import triton.language as tl

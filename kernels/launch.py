@@ -1,7 +1,5 @@
 """Starting a kernel: compiled on a GPU, interpreted for CPU tensors."""
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 import contextvars
 import functools
 import types

@@ -8,8 +8,6 @@ start under the epilogue of the last. Sums are in fp32, in an order fixed by the
 atomics; each output is rounded once.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ hardware. It wants a 16-byte aligned matrix whose last dimension is contiguous; 
 whether a tensor is one, or is one once transposed. Everything else goes by pointers.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-
 import torch
 import triton
 import triton.language as tl

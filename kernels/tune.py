@@ -74,7 +74,7 @@ def _write(path: Path, kept: dict[str, str]) -> None:
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _milliseconds(run: Callable[[], None], device: torch.device) -> float:

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import triton_interpreter  # noqa: E402
 from parallelkit.kernels import configs, linear, tune  # noqa: E402
 
-from parallelkit.nn import kernel_choice  # noqa: E402
+from parallelkit.nn import kernel_choice, product_ops  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -94,15 +94,30 @@ def test_auto_takes_plain_pytorch_for_a_shape_that_triton_loses(tuning):
     assert kernel_choice._faster("forward", candidates, False, arguments) == "triton"
 
 
-def test_unmeasured_auto_takes_triton_for_large_products_with_an_epilogue_only(monkeypatch):
+def test_unmeasured_auto_takes_triton_for_large_aligned_products_with_an_epilogue(monkeypatch):
+    expected = []
+
+    def run(kernels, name, pays, a, b, *rest):
+        expected.append(kernel_choice._faster(name, {}, pays, (a, b)))
+        return a, b
+
     monkeypatch.setattr(tune, "enabled", lambda device: False)
-    large, small = torch.empty(8192, 4096), torch.empty(64, 4096)
+    monkeypatch.setattr(product_ops, "run_product", run)
 
-    def choice(a, pays):
-        return kernel_choice._faster("forward", {}, pays, (a, torch.empty(4096, 4096)))
+    def forward(m, n, k, activation):
+        x, w = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(n, k, dtype=torch.bfloat16)
+        product_ops._forward(x, w, None, None, activation, False, False, "auto")
+        return expected.pop()
 
-    assert choice(large, True) == "triton"
-    assert choice(large, False) == choice(small, True) == "torch"
+    assert forward(8192, 4096, 4096, "gelu") == "triton"
+    assert forward(8192, 4096, 4096, None) == "torch"  # bare
+    assert forward(64, 4096, 4096, "gelu") == "torch"  # small
+    assert forward(8192, 4096, 4097, "gelu") == "torch"  # unaligned
+
+    dz, x = torch.empty(8192, 4096), torch.empty(8192, 4096)
+    product_ops._weight_gradient(dz, x, True, torch.float32, "auto")
+    product_ops._weight_gradient(dz, x, False, torch.float32, "auto")
+    assert expected == ["triton", "torch"]
 
 
 def test_nothing_is_measured_unless_asked_for(monkeypatch):

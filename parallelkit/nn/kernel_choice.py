@@ -115,7 +115,6 @@ def _faster(
 ) -> str:
     """Which candidate is taken: the faster one if measuring is asked for, else a guess."""
     from parallelkit.kernels import tune
-
     from parallelkit.kernels.tiles import describable
 
     a, b = arguments[:2]

@@ -7,6 +7,7 @@ Column- and row-split layers use the same functions on a rank's shard of W.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -99,7 +100,14 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
         InvalidArgumentError, InvalidTypeError: as `linear`.
     """
     check("linear_into", x, x.shape, weight, bias, None, out, False)
-    ops.partial_sum(rows(x), weight, bias, out.view(-1, out.shape[-1]), current_kernels())
+    try:
+        flat = out.view(math.prod(out.shape[:-1]), out.shape[-1])
+    except RuntimeError:
+        raise InvalidArgumentError(
+            "linear_into: out must be [..., N] with leading sizes that are one in memory, got "
+            f"{tuple(out.shape)} with strides {out.stride()}"
+        ) from None
+    ops.partial_sum(rows(x), weight, bias, flat, current_kernels())
 
 
 def _layer(

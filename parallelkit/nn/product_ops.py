@@ -10,6 +10,7 @@ asking for one, as a second derivative does, is an error.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,12 +33,12 @@ Tensor = torch.Tensor
 
 NAMESPACE = "parallelkit_linear"
 # define and impl, not custom_op: a tenth of the cost per call.
-library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+library = torch.library.Library(NAMESPACE, "DEF")
 
 
-def _is_large(a: Tensor, b: Tensor) -> bool:
-    """Whether a product of a with a matrix of b's elements, one of its sizes a's, is large."""
-    return a.shape[0] * b.numel() >= LARGE_PRODUCT
+def _is_large(*sizes: int) -> bool:
+    """Whether a product of these sizes, that of the sum among them, is a large one."""
+    return math.prod(sizes) >= LARGE_PRODUCT
 
 
 def _empty_for_none(reference: Tensor, t: Tensor | None) -> Tensor:
@@ -54,7 +55,7 @@ def _forward(
     keep: bool,
     kernels: str,
 ) -> tuple[Tensor, Tensor]:
-    pays = _is_large(x, weight) and (activation is not None or residual is not None)
+    pays = _is_large(x.shape[0], *weight.shape) and (activation is not None or residual is not None)
     y, pre = run_product(
         kernels, "forward", pays, x, weight, bias, residual, activation, gated, keep
     )
@@ -89,7 +90,7 @@ def _input_gradient(
     gated: bool,
     kernels: str,
 ) -> Tensor:
-    pays = _is_large(dz, weight) and pre is not None
+    pays = _is_large(dz.shape[0], *weight.shape) and pre is not None
     dx: Tensor = run_product(kernels, "input_gradient", pays, dz, weight, pre, activation, gated)
     return dx
 
@@ -108,7 +109,7 @@ def _input_gradient_shape(
 def _weight_gradient(
     dz: Tensor, x: Tensor, bias: bool, dtype: torch.dtype, kernels: str
 ) -> tuple[Tensor, Tensor]:
-    pays = _is_large(dz, x.T) and (bias or dtype != x.dtype)
+    pays = _is_large(*dz.shape, x.shape[1]) and (bias or dtype != x.dtype)
     dweight, dbias = run_product(kernels, "weight_gradient", pays, dz, x, bias, dtype)
     return dweight, _empty_for_none(dweight, dbias)
 
@@ -123,7 +124,7 @@ def _weight_gradient_shapes(
 def _add_weight_gradient(
     dz: Tensor, x: Tensor, dweight: Tensor, dbias: Tensor | None, kernels: str
 ) -> None:
-    pays = _is_large(dz, x.T) and (dbias is not None or dweight.dtype != x.dtype)
+    pays = _is_large(*dz.shape, x.shape[1]) and (dbias is not None or dweight.dtype != x.dtype)
     run_product(kernels, "add_weight_gradient", pays, dz, x, dweight, dbias)
 
 
@@ -147,9 +148,9 @@ def _nothing(*arguments: Any) -> None:
 def define(schema: str, implementation: Any, shapes: Any) -> Any:
     """Register an operator and return it."""
     name = schema.partition("(")[0]
-    library.define(schema)  # type: ignore[no-untyped-call]
+    library.define(schema)
     for device in ("CPU", "CUDA"):
-        library.impl(name, implementation, device)  # type: ignore[no-untyped-call]
+        library.impl(name, implementation, device)
     torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 

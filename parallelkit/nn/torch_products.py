@@ -58,7 +58,7 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
     if dtype not in (torch.bfloat16, torch.float16):
         return True
     onednn = torch.backends.mkldnn
-    if not onednn.is_available() or not onednn.enabled:  # type: ignore[no-untyped-call]
+    if not onednn.is_available() or not onednn.enabled:
         return False
     # What PyTorch itself asks before it hands a product to oneDNN. Not a measurement: ranks that
     # measured differently would compute differently.
