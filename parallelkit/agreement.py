@@ -41,7 +41,13 @@ def refuse(
     """
     kind = type(fault).__name__ if fault else ""
     told = json.dumps([list(description), weight, kind, str(fault or "")])
-    _, messages = transport.exchange(told.encode())
+    reply, messages = transport.exchange(told.encode())
+    if reply.outcome != "done":  # a rank is already at another collective and cannot tell
+        return CollectiveMismatchError(
+            f"{description[0]}: the ranks called different things ({outcome}); this one "
+            f"{' '.join(description)} [rank {rank}]. Nothing was changed; every rank must make the "
+            "same calls, and wait for those in the background, in the same order"
+        )
     heard = [json.loads(message) for message in messages]
     size, name = len(heard), description[0]
     if outcome == "fault":
