@@ -25,8 +25,9 @@ QUICK = ["--steps=2", "--batch=4", "--device=cpu"]
 
 
 def plain_environment() -> dict[str, str]:
-    """This process's environment without what torchrun would set."""
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    """This process's environment without what torchrun would set, and one thread a rank."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return kept | {"OMP_NUM_THREADS": "1"}
 
 
 def start(*command: str) -> subprocess.Popen[str]:
