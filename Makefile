@@ -32,8 +32,8 @@ build: $(VENV)/.installed ## compile what changed in csrc/
 	@$(BIN)/python setup.py --quiet build_ext --inplace
 
 test: build ## run all tests
-	@echo "== running all tests"
-	$(BIN)/pytest
+	@echo "== running all tests, two files at a time"
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 demo: build ## train a small GPT on two ranks and check it against one process (STEPS=50)
 	@echo "== training on two ranks, checking against one process"

@@ -391,7 +391,7 @@ def _listed(name: str, tensors: torch.Tensor | Sequence[torch.Tensor]) -> Sequen
 def as_number(name: str, weight: Weight) -> float:
     """A weight as a float; InvalidTypeError, in the name of the call, where it is no number."""
     if isinstance(weight, torch.Tensor) and weight.dim() == 0 and not weight.is_complex():
-        return float(weight)
+        return float(weight.detach())
     if isinstance(weight, (int, float)):
         try:
             return float(weight)
