@@ -24,14 +24,17 @@ from parallelkit.collectives import shard_bounds
 from parallelkit.errors import InvalidArgumentError
 from parallelkit.group import Group, default_group
 from parallelkit.nn import exchange
-from parallelkit.nn.linear_op import gated_linear, linear
+from parallelkit.nn.linear_op import gated_linear, linear, linear_into
 from parallelkit.nn.loss import vocab_parallel_cross_entropy
+from parallelkit.nn.mlp_op import mlp
 
 __all__ = [
     "copy_to_group",
     "gated_linear",
     "gather_from_group",
     "linear",
+    "linear_into",
+    "mlp",
     "reduce_from_group",
     "reduce_scatter_to_group",
     "scatter_to_group",
