@@ -107,6 +107,43 @@ struct Lanes<f16, float> : Float16Lanes {
   static void store(f16* p, Packed v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
 };
 
+// bfloat16 two by two, for sums: the 16-bit words at even and at odd places become a vector each,
+// without the shuffles that widening in order costs.
+struct Bf16Pairs {
+  static constexpr std::size_t lanes = 32;
+  struct Vector {
+    __m512 even, odd;
+  };
+  using Packed = __m512i;
+  static Vector set(float x) { return {_mm512_set1_ps(x), _mm512_set1_ps(x)}; }
+  static Vector mul(Vector a, Vector b) {
+    return {_mm512_mul_ps(a.even, b.even), _mm512_mul_ps(a.odd, b.odd)};
+  }
+  static Vector fma(Vector a, Vector b, Vector c) {
+    return {_mm512_fmadd_ps(a.even, b.even, c.even), _mm512_fmadd_ps(a.odd, b.odd, c.odd)};
+  }
+  static Vector load(const bf16* p) {
+    const __m512i bits = _mm512_loadu_si512(p);
+    const __m512i high = _mm512_set1_epi32(int(0xffff0000u));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)),
+            _mm512_castsi512_ps(_mm512_and_si512(bits, high))};
+  }
+  static Packed pack(Vector v) {
+    const __m512i even = _mm512_srli_epi32(rounded(v.even), 16);
+    return _mm512_mask_blend_epi16(0xaaaaaaaau, even, rounded(v.odd));
+  }
+  static void store(bf16* p, Packed v) { _mm512_storeu_si512(p, v); }
+
+ private:
+  static __m512i rounded(__m512 v) {  // the upper half of each word is the bfloat16
+    const __m512i bits = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_mask_or_epi32(sum, nan, bits, _mm512_set1_epi32(0x400000));
+  }
+};
+
 #elif defined(__AVX2__)
 
 struct Float8Lanes {
@@ -179,10 +216,47 @@ struct Lanes<f16, float> : Float8Lanes {
   static void store(f16* p, Packed v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), v); }
 };
 
+struct Bf16Pairs {
+  static constexpr std::size_t lanes = 16;
+  struct Vector {
+    __m256 even, odd;
+  };
+  using Packed = __m256i;
+  static Vector set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  static Vector mul(Vector a, Vector b) {
+    return {_mm256_mul_ps(a.even, b.even), _mm256_mul_ps(a.odd, b.odd)};
+  }
+  static Vector fma(Vector a, Vector b, Vector c) {
+    return {_mm256_fmadd_ps(a.even, b.even, c.even), _mm256_fmadd_ps(a.odd, b.odd, c.odd)};
+  }
+  static Vector load(const bf16* p) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    const __m256i high = _mm256_set1_epi32(int(0xffff0000u));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(bits, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(bits, high))};
+  }
+  static Packed pack(Vector v) {
+    const __m256i even = _mm256_srli_epi32(rounded(v.even), 16);
+    return _mm256_blend_epi16(even, rounded(v.odd), 0xaa);
+  }
+  static void store(bf16* p, Packed v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v); }
+
+ private:
+  static __m256i rounded(__m256 v) {
+    const __m256i bits = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    return _mm256_blendv_epi8(sum, quiet, nan);
+  }
+};
+
 #else
 
 template <class T, class A>
 using Lanes = Scalar<T, A>;
+using Bf16Pairs = Scalar<bf16, float>;
 
 #endif
 
