@@ -105,9 +105,14 @@ def until_one_is_killed(part, process_group, victim, delay, folder):
     return culprit, waited, again, message, left_open() == before
 
 
+def shared_names():
+    """What lies in /dev/shm, but for what multiprocessing and torch put there in other tests."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("sem.", "torch_"))}
+
+
 def killed_rounds(launches, folder):
     """Each launch has 6 ranks, of which 5 are killed in turn."""
-    names = set(os.listdir("/dev/shm"))
+    names = shared_names()
     for seed in range(launches):
         chance = random.Random(seed)
         victims = chance.sample(range(6), 5)
@@ -120,7 +125,7 @@ def killed_rounds(launches, folder):
         for _, waited, again, message, clean in outcome[survivor]:
             assert "is gone" in message and clean
             assert waited < SOON and again < 0.1, (seed, waited, again)
-    assert set(os.listdir("/dev/shm")) == names
+    assert shared_names() <= names
 
 
 def test_survivors_of_a_killed_rank_name_it_within_a_second_and_keep_nothing(tmp_path):
