@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -117,10 +118,10 @@ class PreparedAllReduce:
             layouts.append(layout)
             shapes.append((DTYPE_CODES[view.dtype], *tensor.shape, tensor.is_complex()))
         if len(views) > 1:
-            filled = [view.data_ptr() for view in views if view.numel()]
-            if len(set(filled)) < len(filled):
+            places = sorted((v.data_ptr(), v.data_ptr() + v.nbytes) for v in views if v.numel())
+            if any(end > begin for (_, end), (begin, _) in pairwise(places)):
                 raise InvalidArgumentError(
-                    f"{self.name}: a tensor stands in the list twice; pass each memory once"
+                    f"{self.name}: two tensors of the list share memory; pass each memory once"
                 )
         self._copies = copies
         self._signature = hash(tuple(shapes)) & _INT64

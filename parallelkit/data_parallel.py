@@ -169,6 +169,11 @@ class DataParallel(nn.Module):
 
         What it does with them is written in parallelkit/buckets.py.
         """
+        if self._buckets.private:
+            raise UsageError(
+                "DataParallel: an optimizer has these gradients already; give one ShardedAdamW all "
+                "parameters, in as many groups as needed"
+            )
         self._sync.forget()
         self._buckets.private = True
         return self._buckets

@@ -394,6 +394,11 @@ def _checked(loss: Any, weight: Weight, reduction: str) -> float:
         raise InvalidTypeError(
             f"{_BACKWARD}: loss must be a tensor or None, got {type(loss).__name__}"
         )
+    elif not loss.requires_grad and items > 0:
+        raise UsageError(
+            f"{_BACKWARD}: the loss does not require grad, it must depend on the parameters; a "
+            "rank with nothing to add calls backward(None, weight=0)"
+        )
     elif loss.numel() != 1:
         raise InvalidArgumentError(
             f"{_BACKWARD}: loss must have one element, got shape {list(loss.shape)}; reduce it, "

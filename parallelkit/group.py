@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import pickle
@@ -226,15 +227,42 @@ def init(device: torch.device | str | None = None, timeout: timedelta = _DEFAULT
         timeout: how long a collective waits for a late rank.
     """
     global _default
+    wanted = None if device is None else _existing(torch.device(device))
     if _default is not None and _default._unusable is None and not _default._transport.broken:
+        if wanted is not None and wanted.type != _default.device.type:
+            raise InvalidArgumentError(
+                f"init: device is {wanted}, but the group of all ranks exists and is on "
+                f"{_default.device}; close it first, or make another with pk.Group(device=...)"
+            )
         return _default
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         backend = "nccl" if device is not None and torch.device(device).type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout)
+        atexit.register(_leave_at_exit)  # Gloo's threads may not outlive the interpreter
     _default = Group(device=device, timeout=timeout)
     return _default
+
+
+def _leave_at_exit() -> None:
+    """End what `init` started, where the program did not."""
+    if _default is not None:
+        _default.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _existing(device: torch.device) -> torch.device:
+    """A device that ranks can be on, here and now."""
+    if device.type not in ("cpu", "cuda") or (
+        device.type == "cuda" and not torch.cuda.is_available()
+    ):
+        raise InvalidArgumentError(
+            f"device must be cpu, or cuda where CUDA works, got {device}; `parallelkit doctor` "
+            "tells what is there"
+        )
+    return device
 
 
 def default_group(group: Group | DeviceMesh | None) -> Group:
@@ -261,7 +289,7 @@ def group_of_id(number: int) -> Group:
 
 def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        return _existing(torch.device(device))
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -189,9 +189,7 @@ class ShardedAdamW(Optimizer):
         if self._buckets is None:
             added = place(names, first, self.group, share)
         else:
-            added = place_like_gradients(
-                names, first, self.group, share, self._buckets, self._buffers
-            )
+            added = place_like_gradients(names, first, self.group, share, self._buckets)
         self._buffers += added
         self.members |= {m.parameter: m for buffer in added for m in buffer.members}
         for member in list(self.members.values())[first:]:

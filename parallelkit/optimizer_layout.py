@@ -154,14 +154,15 @@ def place_like_gradients(
     group: Group,
     share: bool,
     buckets: GradientBuckets,
-    known: Sequence[Buffer],
 ) -> list[Buffer]:
-    """Buffers laid out like those gradient buckets that have none among the known. Collective."""
-    placed = {id(buffer.bucket) for buffer in known}
+    """Buffers laid out like the gradient buckets that the named parameters are in. Collective.
+
+    A bucket has a second one where some of its parameters came to the optimizer later.
+    """
     buffers = []
     for bucket in buckets:
         slots = [slot for slot in bucket.slots if slot.parameter in names]
-        if not slots or id(bucket) in placed:
+        if not slots:
             continue
         members = [
             Member(slot.parameter, number, slot.offset, slot.numel, slot.name)

@@ -91,6 +91,10 @@ def refusals(group: pk.Group) -> dict[str, tuple[type[Exception], Callable[[], o
             ValueError,
             lambda: reduce([shared := kept(3), wrong(kept(3), shared)], 1, group),
         ),
+        "overlapping": (
+            ValueError,
+            lambda: reduce([(shared := kept(5))[:3], wrong(kept(3), shared[2:])], 1, group),
+        ),
         "unknown reduction": (
             ValueError,
             lambda: reduce(kept(3), 1, group, reduction=wrong("mean", "max")),

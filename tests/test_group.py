@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -283,3 +285,27 @@ def forked(group: pk.Group) -> None:
 
 def test_a_forked_child_may_read_and_not_talk_and_its_end_disturbs_nobody():
     run_ranks(forked, 2)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="device must be cpu"):
+        pk.Group(device="meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="cuda where CUDA works"):
+            pk.init(device="cuda")
+
+
+def test_a_script_that_ends_right_after_init_ends_well(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nimport parallelkit as pk\npk.init()\nsys.exit(0)\n")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    for _ in range(3):
+        ended = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, ended.stderr

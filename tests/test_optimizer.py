@@ -567,3 +567,44 @@ def test_hooks_and_deep_copies_of_the_model_see_an_ordinary_optimizer() -> None:
     assert seen == ["before", "after"]
     assert not torch.equal(copied[0].weight, model[0].weight)
     assert optimizer.param_groups[0]["param_names"][1] == "unused"
+
+
+def train_late_parameters(group: pk.Group, frozen: bool, late: int) -> float:
+    """The largest error after 5 steps; the parameters of one layer come before step `late`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    reference = copy.deepcopy(model).double()
+    wrapped = pk.DataParallel(model, group)
+    for net in (model, reference):
+        net[0].requires_grad_(not frozen)
+    mine = pk.ShardedAdamW((model if frozen else model[0]).parameters(), LR, data_parallel=wrapped)
+    wanted = torch.optim.AdamW((reference if frozen else reference[0]).parameters(), LR)
+    for step in range(5):
+        if step == late:
+            for net, optimizer in ((model, mine), (reference, wanted)):
+                net[0].requires_grad_(True)
+                if not frozen:
+                    optimizer.add_param_group({"params": list(net[2].parameters()), "lr": 2 * LR})
+        x, y = torch.randn(group.size, 4, 5), torch.randn(group.size, 4, 3)
+        wrapped.backward((wrapped(x[group.rank]) - y[group.rank]).square().mean(), 4)
+        mine.step()
+        reference.zero_grad()
+        (reference(x.double()) - y.double()).square().mean().backward()
+        wanted.step()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(float((a.detach().double() - b.detach()).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["added", "thawed"])
+@pytest.mark.parametrize("late", [0, 2])
+def test_parameters_that_come_later_train_in_one_pass_too(frozen: bool, late: int) -> None:
+    for size in (1, 3):
+        assert max(run_ranks(train_late_parameters, size, frozen, late)) < 1e-6
+
+
+def test_gradients_go_to_one_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wrapped = pk.DataParallel(model)
+    pk.ShardedAdamW(model[0].parameters(), data_parallel=wrapped)
+    with pytest.raises(RuntimeError, match="an optimizer has these gradients already"):
+        pk.ShardedAdamW(model[1].parameters(), data_parallel=wrapped)

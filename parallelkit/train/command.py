@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens that a rank takes at a time, padding included (default: %(default)s)",
     )
     add("--lr", type=positive(float), default=1e-3, help="of AdamW (default: %(default)s)")
-    add("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
+    add("--seed", type=seed_number, default=0, metavar="N", help="(default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="(default: cuda where every rank has a GPU)")
     add(
         "--out",
@@ -87,6 +87,13 @@ def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
         return value
 
     return read
+
+
+def seed_number(text: str) -> int:
+    """A type of argparse: what torch.manual_seed takes on every platform."""
+    if not text.isdecimal() or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to 2^63 - 1, got {text!r}")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
