@@ -248,8 +248,8 @@ def init(device: torch.device | str | None = None, timeout: timedelta = _DEFAULT
 def _leave_at_exit() -> None:
     """End what `init` started, where the program did not.
 
-    A Gloo thread that still lets go of a tensor when the interpreter ends aborts the process, so the
-    last reference to the process group goes first; its end waits for its threads.
+    A Gloo thread that still lets go of a tensor when the interpreter ends aborts the process, so
+    the last reference to the process group goes first; its end waits for its threads.
     """
     if _default is not None:
         _default.close()
