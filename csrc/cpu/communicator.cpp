@@ -197,7 +197,7 @@ Result Communicator::collective(std::uint64_t bytes, int threads, const Interrup
   if (peers_.cause() != Outcome::done) return {peers_.cause(), peers_.culprit(), 0.0};
   const std::uint64_t useful = max_u64(1, bytes / kBytesPerThread);
   const int team_size = int(min_u64(std::uint64_t(std::max(threads, 1)), useful));
-  Meeting meeting{peers_, ticket_, stop, ThreadBarrier(team_size)};
+  Meeting meeting{peers_, ticket_, stop};
   Verdict verdict;
   run_team(meeting, team_size, [&](Team& team) { body(team, verdict); });
   if (!meeting.gave_up) return {verdict.outcome, -1, verdict.total};

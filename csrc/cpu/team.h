@@ -1,7 +1,8 @@
 // One rank's threads while they run one collective: the Team that protocol.h asks for.
 #pragma once
 
-#include <exception>
+#include <dlfcn.h>
+
 #include <thread>
 #include <vector>
 
@@ -13,11 +14,10 @@ namespace pk {
 // (std::barrier's waiter pool would order them, and hide races from the race tests).
 class ThreadBarrier {
  public:
-  explicit ThreadBarrier(int count) : count_(count) {}
-  void wait() {
-    if (count_ == 1) return;
+  void wait(int count) {
+    if (count == 1) return;
     const std::uint32_t round = round_.load(kAcquire);
-    if (arrived_.fetch_add(1, kBoth) + 1 == count_) {
+    if (arrived_.fetch_add(1, kBoth) + 1 == count) {
       arrived_.store(0, kRelaxed);
       round_.fetch_add(1, kRelease);
       round_.notify_all();
@@ -27,7 +27,6 @@ class ThreadBarrier {
   }
 
  private:
-  const int count_;
   std::atomic<int> arrived_{0};
   std::atomic<std::uint32_t> round_{0};
 };
@@ -37,7 +36,7 @@ struct Meeting {
   const Peers& peers;
   std::uint32_t& ticket;  // the rank's, kept from one collective to the next
   const std::function<bool()>& interrupted;
-  ThreadBarrier barrier;
+  ThreadBarrier barrier{};
   bool gave_up = false;
 };
 
@@ -50,7 +49,7 @@ class Team {
   int size() const { return meeting_.peers.size(); }
   int thread() const { return thread_; }
   int threads() const { return threads_; }
-  void sync() { meeting_.barrier.wait(); }
+  void sync() { meeting_.barrier.wait(threads_); }
   std::uint32_t ticket() const { return meeting_.ticket; }
   void advance() { ++meeting_.ticket; }
   Signal& signal(int rank, std::uint32_t ticket) const {
@@ -72,21 +71,52 @@ class Team {
   int threads_;
 };
 
-// Run body(team) on `threads` threads, the caller's among them. Threads live for one collective:
-// starting one costs some 20 microseconds and only large tensors ask for any, and so no pool idles
-// and a fork finds none.
+// torch's pool of threads, which any OpenMP runtime in this process lends by these entry points of
+// libgomp. Its threads spin for some milliseconds after each operation of torch, and threads of our
+// own would have to share their cores.
+struct OpenMP {
+  void (*parallel)(void (*work)(void*), void* argument, unsigned threads, unsigned flags);
+  int (*thread)();
+  int (*threads)();
+
+  static const OpenMP& of_process() {
+    static const OpenMP found{find<decltype(parallel)>("GOMP_parallel"),
+                              find<decltype(thread)>("omp_get_thread_num"),
+                              find<decltype(threads)>("omp_get_num_threads")};
+    return found;
+  }
+
+ private:
+  template <class Function>
+  static Function find(const char* name) {
+    return reinterpret_cast<Function>(::dlsym(RTLD_DEFAULT, name));
+  }
+};
+
+// False on a thread where torch computes nothing: OpenMP would make it a pool of its own.
+inline thread_local bool torch_computes_here = true;
+
+// Run body(team) on at most `threads` threads, the caller's among them: on torch's, or else on ones
+// that live for this collective. Starting one costs some 20 microseconds and only large tensors ask
+// for any.
 template <class Body>
 void run_team(Meeting& meeting, int threads, Body body) {
+  const auto run = [&](int thread, int of) {
+    Team team(meeting, thread, of);
+    body(team);
+  };
+  if (threads == 1) return run(0, 1);
+  const OpenMP& openmp = OpenMP::of_process();
+  if (torch_computes_here && openmp.parallel && openmp.thread && openmp.threads) {
+    const std::function<void()> work = [&] { run(openmp.thread(), openmp.threads()); };
+    openmp.parallel([](void* call) { (*static_cast<const std::function<void()>*>(call))(); },
+                    const_cast<std::function<void()>*>(&work), unsigned(threads), 0);
+    return;
+  }
   std::vector<std::thread> others;
   others.reserve(std::size_t(threads - 1));
-  for (int t = 1; t < threads; ++t) {
-    others.emplace_back([&, t] {
-      Team team(meeting, t, threads);
-      body(team);
-    });
-  }
-  Team team(meeting, 0, threads);
-  body(team);
+  for (int t = 1; t < threads; ++t) others.emplace_back([&, t] { run(t, threads); });
+  run(0, threads);
   for (std::thread& thread : others) thread.join();
 }
 

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "communicator.h"
+#include "team.h"
 
 namespace pk {
 
@@ -99,6 +100,7 @@ class Worker {
 
  private:
   void serve() {
+    torch_computes_here = false;
     for (;;) {
       std::shared_ptr<Task> task;
       {

@@ -168,7 +168,8 @@ def _one_pass(
     parameters = setting.parameters(cuts)
     model = DataParallel(nn.ParameterList(parameters), setting.group)
     optimizer = ShardedAdamW(parameters, data_parallel=model, **_OPTIONS, **more)
-    buckets = model.take_gradients()
+    buckets = optimizer._buckets
+    assert buckets is not None
     places = dict(zip(parameters, cuts, strict=True))
     for slot in buckets.slots:
         slot.view.copy_(setting.gradient[slice(*places[slot.parameter])])  # type: ignore[index]
