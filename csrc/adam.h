@@ -35,7 +35,8 @@ inline constexpr std::uint64_t kMomentBlock = 256;
 
 namespace {  // internal linkage, see dtypes.h
 
-// `L` is a vector of numbers with its arithmetic (csrc/cpu/simd.h), on a device one number.
+// `L` is a vector of floats with its arithmetic (csrc/cpu/simd.h), or one number. `L::Bits` and
+// `L::Ints` are as many uint32 and int32.
 template <class L>
 struct AdamFactors {
   using Vector = typename L::Vector;
@@ -61,19 +62,23 @@ struct AdamElement {
 
 template <class L, bool amsgrad>
 PK_HD inline void adam_update(const AdamFactors<L>& k, typename L::Vector grad, AdamElement<L>& e) {
-  e.exp_avg = L::fma(k.rest1, grad, L::mul(k.beta1, e.exp_avg));
-  e.exp_avg_sq = L::fma(L::mul(k.rest2, grad), grad, L::mul(k.beta2, e.exp_avg_sq));
-  if (amsgrad) e.max_exp_avg_sq = L::max(e.max_exp_avg_sq, e.exp_avg_sq);
+  e.exp_avg = L::fma(k.rest1, grad, k.beta1 * e.exp_avg);
+  e.exp_avg_sq = L::fma(k.rest2 * grad, grad, k.beta2 * e.exp_avg_sq);
+  if (amsgrad) {  // the newer square where either is NaN
+    e.max_exp_avg_sq = e.max_exp_avg_sq > e.exp_avg_sq ? e.max_exp_avg_sq : e.exp_avg_sq;
+  }
   const typename L::Vector root = L::sqrt(amsgrad ? e.max_exp_avg_sq : e.exp_avg_sq);
   const typename L::Vector denominator = L::fma(root, k.inverse_root_bias2, k.eps);
-  e.param = L::fma(k.minus_step_size, L::div(e.exp_avg, denominator), L::mul(k.decay, e.param));
+  e.param = L::fma(k.minus_step_size, e.exp_avg / denominator, k.decay * e.param);
 }
 
 // --- random bits ------------------------------------------------------------------------------
 
 // A hash of a counter instead of a generator with a state: an element draws the same bits whoever
-// owns it. Mixer: Wellons, "Prospecting for Hash Functions" (lowbias32).
-PK_HD inline std::uint32_t mix(std::uint32_t x) {
+// owns it. Mixer: Wellons, "Prospecting for Hash Functions" (lowbias32). `Bits` is one uint32 or a
+// vector of them.
+template <class Bits>
+PK_HD inline Bits mix(Bits x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
@@ -88,59 +93,64 @@ PK_HD inline std::uint32_t block_key(std::uint64_t step, std::uint32_t parameter
   return mix(key ^ std::uint32_t(block >> 32) ^ (purpose << 24));
 }
 
-PK_HD inline std::uint32_t random_bits(std::uint32_t key, std::uint32_t index) {
-  return mix(key + index * 0x9e3779b9u);
-}
-
-PK_HD inline float unit_float(std::uint32_t bits16) { return float(bits16) * 0x1p-16f; }  // [0, 1)
-
-// --- bfloat16, rounded up with the probability of what is cut off ------------------------------
-
-PK_HD inline bf16 narrow_stochastic(float x, std::uint32_t bits16) {
-  const std::uint32_t bits = bit_cast<std::uint32_t>(x);
-  const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
-  const std::uint32_t rounded = (bits + (finite ? bits16 : 0u)) >> 16;
-  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  return {std::uint16_t(rounded | (nan ? 0x40u : 0u))};
+// Of the elements from place `first` of the block on.
+template <class L>
+PK_HD inline typename L::Bits random_bits(std::uint32_t key, std::uint32_t first) {
+  return mix(L::places() * 0x9e3779b9u + (first * 0x9e3779b9u + key));
 }
 
 // --- int8: the code of a value relative to the largest of its block ----------------------------
 //
 // exp_avg is sign * (code/127)^2, exp_avg_sq is (code/255)^4: fine near zero, where most values of
-// a block lie. Rounded between the two codes around the value so that the mean is the value.
+// a block lie. Rounded between the two codes around the value so that the mean is the value, with
+// `bits16` random. `scale`, of the whole block, is above 0 where anything is to encode.
 
-PK_HD inline float decode_exp_avg(std::int8_t code, float scale) {
-  const float c = float(code) * (1.0f / 127.0f);
-  return scale * (c * (c < 0.0f ? -c : c));
+template <class L>
+PK_HD inline typename L::Vector decode_exp_avg(typename L::Ints code, float scale) {
+  const typename L::Vector c = L::to_float(code) * (1.0f / 127.0f);
+  return L::set(scale) * (c * (c < 0.0f ? -c : c));
 }
 
-PK_HD inline std::int8_t encode_exp_avg(float x, float scale, float random) {
-  if (!(scale > 0.0f)) return 0;
-  const float size = (x < 0.0f ? -x : x) / scale;  // 0 to 1
-  const int code_below = int(std::sqrt(size) * 127.0f);
-  const float low = float(code_below < 126 ? code_below : 126);
-  const float below = low * low, above = (low + 1.0f) * (low + 1.0f);  // in 1/127^2
-  const bool up = random * (above - below) < size * (127.0f * 127.0f) - below;
-  const int code = int(low) + int(up);
-  return std::int8_t(x < 0.0f ? -code : code);
+// The code, a whole number: `low` or one more; `below` and `above` are what those two stand for.
+template <class L>
+PK_HD inline typename L::Vector choose_code(typename L::Vector low, typename L::Vector below,
+                                            typename L::Vector above, typename L::Vector value,
+                                            typename L::Bits bits16) {
+  const typename L::Vector random = L::to_float(typename L::Ints(bits16)) * 0x1p-16f;  // [0, 1)
+  return random * (above - below) < value - below ? low + 1.0f : low;
 }
 
-PK_HD inline float decode_exp_avg_sq(std::uint8_t code, float scale) {
-  const float c = float(code) * (1.0f / 255.0f), square = c * c;
-  return scale * (square * square);
+template <class L>
+PK_HD inline typename L::Ints encode_exp_avg(typename L::Vector x, float scale,
+                                             typename L::Bits bits16) {
+  using Vector = typename L::Vector;
+  const Vector size = (x < 0.0f ? -x : x) / scale;  // 0 to 1
+  const Vector most = L::set(126.0f), floor = L::to_float(L::truncate(L::sqrt(size) * 127.0f));
+  const Vector low = floor < most ? floor : most, high = low + 1.0f;
+  const Vector code = choose_code<L>(low, low * low, high * high, size * (127.0f * 127.0f), bits16);
+  return L::truncate(x < 0.0f ? -code : code);
+}
+
+template <class L>
+PK_HD inline typename L::Vector decode_exp_avg_sq(typename L::Ints code, float scale) {
+  const typename L::Vector c = L::to_float(code) * (1.0f / 255.0f), square = c * c;
+  return L::set(scale) * (square * square);
 }
 
 // A value above zero keeps at least code 1: zero would make the next step divide by eps alone.
-PK_HD inline std::uint8_t encode_exp_avg_sq(float x, float scale, float random) {
-  if (!(scale > 0.0f) || !(x > 0.0f)) return 0;
-  const float size = x / scale;
-  const int code_below = int(std::sqrt(std::sqrt(size)) * 255.0f);
-  const float low = float(code_below < 254 ? code_below : 254);
-  const float low2 = low * low, high2 = (low + 1.0f) * (low + 1.0f);
-  const float below = low2 * low2, above = high2 * high2;
-  const bool up = random * (above - below) < size * (65025.0f * 65025.0f) - below;
-  const int code = int(low) + int(up);
-  return std::uint8_t(code > 0 ? code : 1);
+template <class L>
+PK_HD inline typename L::Ints encode_exp_avg_sq(typename L::Vector x, float scale,
+                                                typename L::Bits bits16) {
+  using Vector = typename L::Vector;
+  const Vector size = x / scale, one = L::set(1.0f);
+  const Vector most = L::set(254.0f),
+               floor = L::to_float(L::truncate(L::sqrt(L::sqrt(size)) * 255.0f));
+  const Vector low = floor < most ? floor : most, high = low + 1.0f;
+  const Vector low2 = low * low, high2 = high * high;
+  const Vector code =
+      choose_code<L>(low, low2 * low2, high2 * high2, size * (65025.0f * 65025.0f), bits16);
+  const Vector kept = code > one ? code : one;
+  return L::truncate(x > 0.0f ? kept : Vector{});
 }
 
 }  // namespace

@@ -81,11 +81,23 @@ PK_HD inline double narrow<double>(double x) {
   return x;
 }
 
+// The bfloat16 is the upper half of what these return, of a number or of a vector of them. The
+// lower half of the addend decides when to round up.
+template <class Bits, class Float>
+PK_HD inline Bits bf16_bits(Float x, Bits addend) {
+  const Bits bits = bit_cast<Bits>(x);
+  const Bits quiet = bits | 0x400000u;  // NaN stays one
+  return x != x ? quiet : bits + addend;
+}
+// To nearest even by integer addition: the instructions made for it flush subnormals.
+template <class Bits, class Float>
+PK_HD inline Bits bf16_bits(Float x) {
+  return bf16_bits(x, 0x7fffu + ((bit_cast<Bits>(x) >> 16) & 1u));
+}
+
 template <>
 PK_HD inline bf16 narrow<bf16>(float x) {
-  const std::uint32_t bits = bit_cast<std::uint32_t>(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return {std::uint16_t((bits >> 16) | 0x40u)};  // NaN
-  return {std::uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+  return {std::uint16_t(bf16_bits<std::uint32_t>(x) >> 16)};
 }
 
 template <>

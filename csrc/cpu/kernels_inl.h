@@ -15,7 +15,7 @@ template <class L, class T, class A>
   typename L::Vector sum[kMost];
   const typename L::Vector first = L::set(A(job.coefficient[0]));
   for (std::size_t v = 0; v < vectors; ++v) {
-    sum[v] = L::mul(first, L::load(in[0] + at + v * L::lanes));
+    sum[v] = first * L::load(in[0] + at + v * L::lanes);
   }
   for (int r = 1; r < job.inputs; ++r) {
     const typename L::Vector c = L::set(A(job.coefficient[r]));
@@ -50,7 +50,7 @@ void sum_elements(const WeightedSum& job) {
     for (int r = 0; r < job.inputs; ++r) {
       std::memcpy(lanes, in[r] + at, rest * sizeof(T));
       const typename L::Vector c = L::set(A(job.coefficient[r]));
-      sum = r == 0 ? L::mul(c, L::load(lanes)) : L::fma(c, L::load(lanes), sum);
+      sum = r == 0 ? c * L::load(lanes) : L::fma(c, L::load(lanes), sum);
     }
     L::store(lanes, L::pack(sum));
     for (int o = 0; o < job.outputs; ++o) std::memcpy(out[o] + at, lanes, rest * sizeof(T));
