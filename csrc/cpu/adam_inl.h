@@ -56,9 +56,7 @@ struct Stretch {
     using LM = Lanes<M, A>;
     constexpr std::size_t kMost = 4;
     Vector sum[kMost];
-    for (std::size_t v = 0; v < vectors; ++v) {
-      sum[v] = gradient<Lanes<G, A>, G, A>(grad, at + v * L::lanes);
-    }
+    mean_gradient<Lanes<G, A>, G, A>(grad, at, vectors, sum);
     typename LP::Packed packed[kMost];
     for (std::size_t v = 0; v < vectors; ++v) {
       const std::size_t i = at + v * L::lanes;
@@ -302,7 +300,9 @@ void update_blocks(const AdamJob& job) {
       if (!job.grad.wide) return update_typed<P, G>(one);
       BlockOfFloats sum;
       for (std::size_t i = 0; i < one.count; ++i) {
-        sum[i] = float(gradient<Scalar<G, double>, G, double>(one.grad, i));
+        double wide;
+        mean_gradient<Scalar<G, double>, G, double>(one.grad, i, 1, &wide);
+        sum[i] = float(wide);
       }
       const void* const summed[] = {sum};
       const double unit = 1.0;

@@ -7,15 +7,30 @@
 namespace pk {
 namespace {
 
-template <class L, class G, class A>
-[[gnu::always_inline]] inline typename L::Vector gradient(const GradientSum& grad, std::size_t at) {
-  const auto in = reinterpret_cast<const G* const*>(grad.in);
-  typename L::Vector sum = L::set(A(0));
-  for (int r = 0; r < grad.inputs; ++r) {
-    const typename L::Vector c = L::set(A(grad.coefficient[r])), x = L::load(in[r] + at);
-    sum = r == 0 ? c * x : L::fma(c, x, sum);
+// sum[v] = coefficient[0]*in[0] + coefficient[1]*in[1] ..., in that order by fma, of `vectors`
+// vectors from element `at` on.
+template <class L, class A, class T>
+[[gnu::always_inline]] inline void sum_vectors(const T* const* in, const double* coefficient,
+                                               int inputs, std::size_t at, std::size_t vectors,
+                                               typename L::Vector* sum) {
+  const auto load = [&](int r, std::size_t v) { return L::load(in[r] + at + v * L::lanes); };
+  if (inputs == 0) {
+    for (std::size_t v = 0; v < vectors; ++v) sum[v] = L::set(A(0));
+    return;
   }
-  return sum;
+  const typename L::Vector first = L::set(A(coefficient[0]));
+  for (std::size_t v = 0; v < vectors; ++v) sum[v] = first * load(0, v);
+  for (int r = 1; r < inputs; ++r) {
+    const typename L::Vector c = L::set(A(coefficient[r]));
+    for (std::size_t v = 0; v < vectors; ++v) sum[v] = L::fma(c, load(r, v), sum[v]);
+  }
+}
+
+template <class L, class G, class A>
+[[gnu::always_inline]] inline void mean_gradient(const GradientSum& grad, std::size_t at,
+                                                 std::size_t vectors, typename L::Vector* sum) {
+  const auto in = reinterpret_cast<const G* const*>(grad.in);
+  sum_vectors<L, A>(in, grad.coefficient, grad.inputs, at, vectors, sum);
 }
 
 // In sixteen sums, whatever the lanes of L, so that every instruction set adds alike. The square of
@@ -24,25 +39,28 @@ template <class L, class G, class A>
 double squares(const GradientSum& grad, std::size_t count) {
   constexpr std::size_t kSums = 16;
   VectorOf<double, kSums> sums{};
-  A values[kSums];
-  const auto add = [&] {
+  const auto add = [&](const A* values) {
     VectorOf<A, kSums> vector;
     std::memcpy(&vector, values, sizeof vector);
     const auto wide = __builtin_convertvector(vector, VectorOf<double, kSums>);
     sums += wide * wide;
   };
+  constexpr std::size_t kStep = 4 * kSums;
+  A values[kStep];
   std::size_t at = 0;
-  for (; at + kSums <= count; at += kSums) {
-    for (std::size_t j = 0; j < kSums; j += L::lanes) {
-      const typename L::Vector sum = gradient<L, G, A>(grad, at + j);
-      std::memcpy(values + j, &sum, sizeof sum);
+  for (; at + kStep <= count; at += kStep) {
+    typename L::Vector sum[kStep / L::lanes];
+    mean_gradient<L, G, A>(grad, at, kStep / L::lanes, sum);
+    std::memcpy(values, sum, sizeof sum);
+    for (std::size_t j = 0; j < kStep; j += kSums) add(values + j);
+  }
+  if (at < count) {
+    for (std::size_t j = 0; j < kStep; ++j) {
+      values[j] = A(0);
+      if (at + j < count) mean_gradient<Scalar<G, A>, G, A>(grad, at + j, 1, values + j);
     }
-    add();
+    for (std::size_t j = 0; j < kStep; j += kSums) add(values + j);
   }
-  for (std::size_t j = 0; j < kSums; ++j) {
-    values[j] = at + j < count ? gradient<Scalar<G, A>, G, A>(grad, at + j) : A(0);
-  }
-  add();
   double total = 0.0;
   for (std::size_t j = 0; j < kSums; ++j) total += sums[j];
   return total;

@@ -2,8 +2,8 @@
 // Everything here has internal linkage, so that no path can borrow another's instructions.
 #pragma once
 
+#include "gradient_inl.h"
 #include "kernels.h"
-#include "simd.h"
 
 namespace pk {
 namespace {
@@ -13,16 +13,7 @@ template <class L, class T, class A>
                                              T* const* out, std::size_t at, std::size_t vectors) {
   constexpr std::size_t kMost = 4;
   typename L::Vector sum[kMost];
-  const typename L::Vector first = L::set(A(job.coefficient[0]));
-  for (std::size_t v = 0; v < vectors; ++v) {
-    sum[v] = first * L::load(in[0] + at + v * L::lanes);
-  }
-  for (int r = 1; r < job.inputs; ++r) {
-    const typename L::Vector c = L::set(A(job.coefficient[r]));
-    for (std::size_t v = 0; v < vectors; ++v) {
-      sum[v] = L::fma(c, L::load(in[r] + at + v * L::lanes), sum[v]);
-    }
-  }
+  sum_vectors<L, A>(in, job.coefficient, job.inputs, at, vectors, sum);
   typename L::Packed packed[kMost];
   for (std::size_t v = 0; v < vectors; ++v) packed[v] = L::pack(sum[v]);
   for (int o = 0; o < job.outputs; ++o) {
