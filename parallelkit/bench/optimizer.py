@@ -8,7 +8,8 @@ check" is the default of `ShardedAdamW`, and costs one more read of the gradient
 The floor scales as many bytes in place as the pass has to move. Every candidate's first step is
 compared with float64 before anything is timed; a wrong one ends the benchmark.
 
-Then the step alone, on one rank with two threads, against torch's fused AdamW.
+Then whole training steps beside FSDP2 and, where it is installed, DeepSpeed (see `zero`); then the
+step alone, on one rank with two threads, against torch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from ..sharded_step import NativeStep
 from ..testing import run_ranks
 from .collectives import _gpt_cuts
 from .measure import Candidate, environment, interleaved, pin
+from .zero import LOSS, OURS, whole_steps
 
 __all__ = ["add_arguments", "run"]
 
@@ -53,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     size, rounds, numel = arguments.nproc, arguments.rounds, arguments.numel
     try:
         steps = run_ranks(_measure_steps, size, numel, rounds, timeout=3600.0)[0]
+        whole = run_ranks(_measure_whole, size, numel, rounds, timeout=3600.0)[0]
         alone = run_ranks(_measure_alone, 1, numel, rounds, timeout=3600.0)[0]
     except ParallelKitError as error:
         sys.stderr.write(f"parallelkit bench optimizer: {error}\n")
@@ -61,17 +64,22 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in facts.items():
         print(f"# {name}: {value}")
     title = f"a step of {size} ranks"
-    print(f"\n{title:<28}milliseconds  against Gloo  bytes a parameter")
+    print(f"\n{title:<36}milliseconds  against Gloo  bytes a parameter")
     for name, seconds in steps["seconds"].items():
         counted = steps["bytes"].get(name)
         moved = "" if counted is None else f"{counted:>19.1f}"
         against = steps["seconds"][_GLOO] / seconds
-        print(f"{name:<28}{seconds * 1e3:>12.2f}{against:>13.2f}x{moved}")
-    print(f"\n{'one rank, two threads':<28}milliseconds  GB/s")
+        print(f"{name:<36}{seconds * 1e3:>12.2f}{against:>13.2f}x{moved}")
+    print(f"\n{'loss, backward and step':<36}milliseconds  beyond  of ours")
+    for name, seconds in whole.items():
+        beyond, ours = seconds - whole[LOSS], whole[OURS] - whole[LOSS]
+        print(f"{name:<36}{seconds * 1e3:>12.2f}{beyond * 1e3:>8.2f}{beyond / ours:>8.1f}x")
+    print(f"\n{'one rank, two threads':<36}milliseconds  GB/s")
     for name, seconds in alone["seconds"].items():
         rate = alone["bytes"][name] * numel / seconds / 1e9
-        print(f"{name:<28}{seconds * 1e3:>12.2f}{rate:>6.1f}")
-    print(json.dumps({"benchmark": "optimizer", **facts, "steps": steps, "alone": alone}))
+        print(f"{name:<36}{seconds * 1e3:>12.2f}{rate:>6.1f}")
+    results = {"steps": steps, "whole_steps": whole, "alone": alone}
+    print(json.dumps({"benchmark": "optimizer", **facts, **results}))
     return 0
 
 
@@ -95,7 +103,9 @@ class _Setting:
         """New ones."""
         return [nn.Parameter(self.start[a:b].clone()) for a, b in cuts]
 
-    def check(self, name: str, parameters: list[nn.Parameter], cuts: list[tuple[int, int]]) -> None:
+    def check(
+        self, name: str, parameters: Sequence[torch.Tensor], cuts: list[tuple[int, int]]
+    ) -> None:
         """Compare the first and the last tensor with one step in float64.
 
         An element may be off by some roundings of itself, and by what the rounding of its mean
@@ -154,6 +164,27 @@ def _measure_steps(group: Group, numel: int, rounds: int) -> dict[str, Any]:
         candidates[_FLOOR] = lambda: scaled.mul_(-1.0)
         seconds = interleaved(pinned, candidates, rounds, f"{numel:,} parameters")
         return {"seconds": seconds, "bytes": moved}
+
+
+def _measure_whole(group: Group, numel: int, rounds: int) -> dict[str, float]:
+    pin(group.rank)
+    with Group() as pinned:
+        setting = _Setting(pinned, numel)
+
+        def check(name: str, parameters: list[torch.Tensor]) -> None:
+            setting.check(name, parameters, setting.cuts)
+
+        candidates = whole_steps(
+            pinned,
+            setting.start,
+            setting.gradient,
+            setting.weight,
+            float(setting.total),
+            setting.cuts,
+            _OPTIONS,
+            check,
+        )
+        return interleaved(pinned, candidates, rounds, "whole steps")
 
 
 def _alone() -> Any:
