@@ -132,6 +132,12 @@ enum class Outcome : int {
   interrupted,  // the user pressed Ctrl-C here
 };
 
+// All ranks conclude it alike, nothing was changed and the group stays usable.
+PK_HD inline bool is_refusal(Outcome outcome) {
+  return outcome == Outcome::mismatch || outcome == Outcome::bad_weight ||
+         outcome == Outcome::fault;
+}
+
 inline constexpr int kMaxRanks = 64;
 
 // What all ranks conclude from the same headers, before anything is written.

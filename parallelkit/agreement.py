@@ -14,11 +14,19 @@ from .errors import (
 )
 from .transport import Transport
 
-__all__ = ["refuse"]
+__all__ = ["refuse", "tell"]
 
 _FAULTS: dict[str, type[ParallelKitError]] = {
     error.__name__: error for error in (InvalidArgumentError, InvalidTypeError, UsageError)
 }
+
+
+def tell(
+    description: Sequence[str], weight: float = 1.0, fault: ParallelKitError | None = None
+) -> bytes:
+    """What this rank says of its call where it is refused; arguments as `refuse`."""
+    kind = type(fault).__name__ if fault else ""
+    return json.dumps([list(description), weight, kind, str(fault or "")]).encode()
 
 
 def refuse(
@@ -28,8 +36,11 @@ def refuse(
     description: Sequence[str],
     weight: float = 1.0,
     fault: ParallelKitError | None = None,
+    heard: Sequence[bytes] = (),
 ) -> ParallelKitError:
-    """The error for a reply that is not "done", the same on every rank. Collective.
+    """The error for a reply that is not "done", the same on every rank.
+
+    Collective, unless the ranks have told each other already.
 
     Args:
         transport: reaches the other ranks.
@@ -38,34 +49,27 @@ def refuse(
         description: what this rank called: its name first, then each property that has to agree.
         weight: this rank's weight.
         fault: what is wrong with this rank's arguments, if anything.
+        heard: what every rank told (`tell`), by rank, where that is known.
     """
-    kind = type(fault).__name__ if fault else ""
-    told = json.dumps([list(description), weight, kind, str(fault or "")])
-    reply, messages = transport.exchange(told.encode())
-    if reply.outcome != "done":  # a rank is already at another collective and cannot tell
-        return CollectiveMismatchError(
-            f"{description[0]}: the ranks called different things ({outcome}); this one "
-            f"{' '.join(description)} [rank {rank}]. Nothing was changed; every rank must make the "
-            "same calls, and wait for those in the background, in the same order"
-        )
-    heard = [json.loads(message) for message in messages]
-    size, name = len(heard), description[0]
+    if not heard:
+        _, heard = transport.exchange(tell(description, weight, fault))
+    calls = [json.loads(message) for message in heard]
+    size, name = len(calls), description[0]
     if outcome == "fault":
-        for culprit, (_, _, kind, text) in enumerate(heard):
+        for culprit, (_, _, kind, text) in enumerate(calls):
             if kind:
-                error = _FAULTS.get(kind, InvalidArgumentError)(
-                    f"{text} [rank {culprit} of {size}]"
-                )
+                where = f" [rank {culprit} of {size}]"
+                error = _FAULTS.get(kind, InvalidArgumentError)(text.removesuffix(where) + where)
                 error.__cause__ = fault if culprit == rank else None
                 return error
     if outcome == "bad_weight":
-        weights = ", ".join(f"{w!r} on rank {r}" for r, (_, w, _, _) in enumerate(heard))
+        weights = ", ".join(f"{w!r} on rank {r}" for r, (_, w, _, _) in enumerate(calls))
         return InvalidArgumentError(
             f"{name}: weight must be finite and at least 0, and so must the sum; got {weights}. "
             "Nothing was changed; a rank with nothing to add passes weight=0"
         )
     return CollectiveMismatchError(
-        f"{name}: the ranks called different things: {_difference([h[0] for h in heard])}. "
+        f"{name}: the ranks called different things: {_difference([call[0] for call in calls])}. "
         "Nothing was changed; every rank must make the same calls in the same order"
     )
 

@@ -77,6 +77,17 @@ class Slot:
     dtype: torch.dtype  # of the parameter
     used: bool = False
 
+    def __post_init__(self) -> None:
+        shown = [tensor for tensor in (self.view, self.rounded) if tensor is not None]
+        self._places = [(tensor, tensor.data_ptr()) for tensor in shown]
+
+    def in_place(self) -> bool:
+        """Whether what is shown as gradient still lies in the bucket.
+
+        `module.to(dtype)` moves gradients too, by giving their tensors other memory.
+        """
+        return all(tensor.data_ptr() == place for tensor, place in self._places)
+
     def fold(self, private: bool) -> None:
         """Bring what lies in `.grad` into the bucket; `.grad` is then the view, or None if private.
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .agreement import refuse
+from .agreement import refuse, tell
 from .errors import InvalidArgumentError, InvalidTypeError, ParallelKitError
 from .group import Group, default_group
 from .layout import COPY, copy_back, flat_view, is_flat
@@ -147,7 +147,12 @@ class PreparedAllReduce:
         if self._copies:
             self._prepare(dense=True)
         call, fault = self._call(weight, scale, self._layout)
-        return self._finish(transport.all_reduce(self._native, call), call, fault)
+        reply = transport.all_reduce(self._native, call)
+        if reply.outcome == "layouts":  # equal shapes in another order: go through copies
+            self._prepare(dense=False)
+            call = call._replace(layout=0)
+            reply = transport.all_reduce(self._native, call)
+        return self._finish(reply, call, fault)
 
     def native(self, weight: float, scale: float = 1.0) -> Reply:
         """As `run`, for tensors without copies, without the checks around it: for measuring."""
@@ -167,18 +172,24 @@ class PreparedAllReduce:
         call, wrong = self._call(weight, scale, self._layout)
         fault = fault or wrong
         call = call._replace(fault=fault is not None)
-        pending = transport.start_all_reduce(self._native, call)
+        told = tell(self._described(), call.weight, fault)
+        pending = transport.start_all_reduce(self._native, call, told)
         return Work(pending, lambda reply: self._finish(reply, call, fault))
 
+    def _described(self) -> list[str]:
+        names = map(_described, self._tensors)
+        return [self.name, _REDUCTION_NAMES[self._reduction], *names]
+
     def _finish(self, reply: Reply, call: Call, fault: ParallelKitError | None) -> torch.Tensor:
-        if reply.outcome == "layouts":  # equal shapes in another order: go through copies
-            self._prepare(dense=False)
-            call = call._replace(layout=0)
-            reply = self._transport.all_reduce(self._native, call)
         if reply.outcome != "done":
-            called = [self.name, _REDUCTION_NAMES[call.reduction], *map(_described, self._tensors)]
             raise refuse(
-                self._transport, self._group.rank, reply.outcome, called, call.weight, fault
+                self._transport,
+                self._group.rank,
+                reply.outcome,
+                self._described(),
+                call.weight,
+                fault,
+                reply.heard,
             )
         for tensor, copy in self._copies:
             copy_back(tensor, copy)

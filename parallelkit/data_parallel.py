@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from .buckets import GradientBuckets
 from .collectives import Weight
-from .errors import CollectiveMismatchError, InvalidArgumentError, ParallelKitError, UsageError
+from .errors import (
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    ParallelKitError,
+    UsageError,
+)
 from .gradient_sync import GradientSync, broadcast
 from .group import Group, default_group
 
@@ -45,7 +53,8 @@ class DataParallel(nn.Module):
         group: the ranks.
 
     Raises:
-        InvalidArgumentError: a bad argument, or a parameter on another device than the group.
+        InvalidArgumentError, InvalidTypeError: a bad argument, or a parameter on another device
+            than the group. These and the next are raised on every rank.
         CollectiveMismatchError: ranks differ in names, shapes or dtypes of parameters or buffers.
     """
 
@@ -62,33 +71,26 @@ class DataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.group = default_group(group)
-        self._agree_on(bucket_mb, grad_dtype)
+        self._agree(bucket_mb, grad_dtype, broadcast_buffers)
         broadcast([*module.parameters(), *module.buffers()], 0, self.group)
         self._buckets = GradientBuckets(self.group, int(bucket_mb * 2**20), grad_dtype)
         self._sync = GradientSync(module, self.group, self._buckets, overlap, broadcast_buffers)
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
 
-    def _agree_on(self, bucket_mb: float, grad_dtype: torch.dtype | None) -> None:
-        """Refuse what cannot work, on every rank alike."""
+    def _agree(
+        self, bucket_mb: float, grad_dtype: torch.dtype | None, broadcast_buffers: bool
+    ) -> None:
+        """Refuse what cannot work, or differs between ranks, on every rank alike."""
         fault: ParallelKitError | None = None
-        if not bucket_mb > 0:
-            fault = InvalidArgumentError(
-                f"DataParallel: bucket_mb must be above 0, got {bucket_mb}"
-            )
-        if grad_dtype is not None and not grad_dtype.is_floating_point:
-            fault = InvalidArgumentError(
-                f"DataParallel: grad_dtype must be a floating-point dtype, got {grad_dtype}"
-            )
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        for name, tensor in tensors:
-            if tensor.device.type != self.group.device.type:
-                fault = InvalidArgumentError(
-                    f"DataParallel: {name} must be on the group's device {self.group.device}, got "
-                    f"{tensor.device}; move the module before wrapping it"
-                )
-        mine = [f"{name} {tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors]
-        mine.append(f"bucket_mb {bucket_mb}, grad_dtype {grad_dtype}")
-        heard = self.group._gather_objects((fault, mine))
+        mine = [f"bucket_mb {bucket_mb}, grad_dtype {grad_dtype}"]
+        mine.append(f"broadcast_buffers {broadcast_buffers}")
+        try:
+            self._check(bucket_mb, grad_dtype)
+            tensors = (*self.module.named_parameters(), *self.module.named_buffers())
+            mine += [f"{name} {tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors]
+        except ParallelKitError as error:
+            fault = error
+        heard = self.group._gather_objects((fault, mine), "DataParallel")
         for rank, (theirs, _) in enumerate(heard):
             if theirs is not None:
                 raise type(theirs)(f"{theirs} [rank {rank} of {self.group.size}]")
@@ -98,6 +100,34 @@ class DataParallel(nn.Module):
                     f"DataParallel: rank {rank} differs from rank 0: "
                     f"{_first_difference(others, heard[0][1])}; every rank must build the same "
                     f"module [rank {self.group.rank} of {self.group.size}]"
+                )
+
+    def _check(self, bucket_mb: float, grad_dtype: torch.dtype | None) -> None:
+        """Raise unless the arguments of the constructor make sense on this rank."""
+        if not isinstance(self.module, nn.Module):
+            raise InvalidTypeError(
+                f"DataParallel: module must be a torch.nn.Module, got {type(self.module).__name__}"
+            )
+        if not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < math.inf:
+            raise InvalidArgumentError(
+                f"DataParallel: bucket_mb must be a finite number above 0, got {bucket_mb!r}"
+            )
+        if grad_dtype is not None and not (
+            isinstance(grad_dtype, torch.dtype) and grad_dtype.is_floating_point
+        ):
+            raise InvalidArgumentError(
+                f"DataParallel: grad_dtype must be a floating-point dtype, got {grad_dtype!r}"
+            )
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if is_lazy(tensor):
+                raise InvalidArgumentError(
+                    f"DataParallel: {name} has no shape before the module has run; run it once on "
+                    "some input before wrapping it"
+                )
+            if tensor.device.type != self.group.device.type:
+                raise InvalidArgumentError(
+                    f"DataParallel: {name} must be on the group's device {self.group.device}, got "
+                    f"{tensor.device}; move the module before wrapping it"
                 )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -82,7 +82,8 @@ class GradientSync:
         self._retired = False
         self._hooks = [hook for p in module.parameters() for hook in self._adopt(p)]
         weakref.finalize(self, _remove, self._hooks).atexit = False
-        heard = group._gather_objects([p.requires_grad for p in self._waiting.values()])
+        trainable = [p.requires_grad for p in self._waiting.values()]
+        heard = group._gather_objects(trainable, "DataParallel")
         self._place([name for name, *some in zip(self._waiting, *heard, strict=True) if any(some)])
         self._pass: _Pass | None = None
         self._reduced = False  # the gradients are a mean that nobody has cleared
@@ -106,7 +107,7 @@ class GradientSync:
         """Give parameters a bucket, in the strides they have on rank 0. Collective."""
         parameters = [self._waiting.pop(name) for name in names]
         mine = [Spec.of(name, p) for name, p in zip(names, parameters, strict=True)]
-        specs = self._group._gather_objects(mine)[0]
+        specs = self._group._gather_objects(mine, "DataParallel")[0]
         self._buckets.append(list(zip(specs, parameters, strict=True)))
         self._index = {
             slot: index for index, bucket in enumerate(self._buckets) for slot in bucket.slots
@@ -151,9 +152,17 @@ class GradientSync:
 
     def get_ready(self) -> None:
         """Before a forward pass: see what changed."""
-        if torch._C._current_graph_task_id() == _NO_TASK:  # else a checkpoint runs it once more
-            self._finish_leftover()
+        if torch._C._current_graph_task_id() != _NO_TASK:  # a checkpoint runs it once more
+            return
+        self._finish_leftover()
+        try:
             self._see_changes()
+        except UsageError as error:
+            if torch.is_grad_enabled():  # the others will sync
+                self._pass = _Pass(not self._buckets.private, None, plain=False)
+                self._abandon(error)
+                self._pass = None
+            raise
 
     def forget(self) -> None:
         """Drop what was accumulated, and all gradients."""
@@ -185,6 +194,12 @@ class GradientSync:
                     f"DataParallel: {slot.name} was {slot.dtype} on {self._group.device} when it "
                     f"was wrapped and is {parameter.dtype} on {parameter.device} now; call "
                     f".to(...) before wrapping [rank {self._group.rank} of {self._group.size}]"
+                )
+            if not slot.in_place():
+                raise UsageError(
+                    f"DataParallel: {slot.name}'s gradient has left its bucket, as with a module "
+                    "that was cast and cast back; wrap the module anew "
+                    f"[rank {self._group.rank} of {self._group.size}]"
                 )
         if self._buckets.private and any(p.requires_grad for p in self._waiting.values()):
             raise UsageError(
@@ -262,7 +277,8 @@ class GradientSync:
         buckets, index = self._buckets, len(this.works)
         if index < len(buckets):
             bucket = buckets[index]
-            bucket.settle(buckets.private)
+            if fault is None:
+                bucket.settle(buckets.private)
             work = bucket.reduction.start(buckets.weight, buckets.reference, fault)
         else:
             used = [slot.used for slot in self._index]

@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import weakref
+import zlib
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -116,12 +117,20 @@ class Group:
         self.id = next(_ids)
         _alive[self.id] = self
 
-    def _gather_objects(self, mine: Any) -> list[Any]:
-        """Every rank's object, by rank: over the transport once there is one."""
+    def _gather_objects(self, mine: Any, *called: str) -> list[Any]:
+        """Every rank's object, by rank: over the transport once there is one.
+
+        Args:
+            mine: this rank's, to be pickled.
+            called: what for, for an error: a call that has a name of its own, and what with.
+        """
         if hasattr(self, "_transport"):
-            reply, messages = self._transport.exchange(pickle.dumps(mine))
+            called = called or ("an exchange of objects",)
+            subject = zlib.crc32(called[0].encode())
+            transport = self._usable()
+            reply, messages = transport.exchange(pickle.dumps(mine), subject)
             if reply.outcome != "done":
-                raise refuse(self._transport, self.rank, reply.outcome, ["exchange"])
+                raise refuse(transport, self.rank, reply.outcome, called)
             return [pickle.loads(message) for message in messages]
         if self._process_group is None:
             return [mine]
@@ -154,11 +163,14 @@ class Group:
         """
         sizes = _sizes(shape)
         transport = self._usable()
-        wanted = ["Group.empty", f"{dtype}{list(sizes)}"]
-        if self.size > 1 and len({tuple(w) for w in self._gather_objects(wanted)}) > 1:
+        wanted = "Group.empty", f"{dtype}{list(sizes)}"
+        if self.size > 1 and len(set(self._gather_objects(wanted, *wanted))) > 1:
             raise refuse(transport, self.rank, "mismatch", wanted)
         if any(size < 0 for size in sizes):
-            raise InvalidArgumentError(f"Group.empty: sizes must be at least 0, got {list(sizes)}")
+            raise InvalidArgumentError(
+                f"Group.empty: sizes must be at least 0, got {list(sizes)} "
+                f"[rank {self.rank} of {self.size}]"
+            )
         return transport.empty(sizes, dtype)
 
     def barrier(self) -> None:

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from .errors import InvalidArgumentError, ParallelKitError, PeerLostError
 from .group import Group, init
 from .ops import cpu
+from .transport.memory import check_available
+from .transport.shared_memory import MappingError
 
 __all__ = ["RanksFailedError", "run_ranks", "virtual_ranks"]
 
@@ -187,11 +189,22 @@ class _ThreadMemory:
 
         def map_slabs(slab_bytes: int) -> Any:
             nonlocal asked
-            assert cpu is not None
             with self._lock:
                 if asked == len(self._segments):
-                    self._segments.append(cpu.Segment.local(self._size, slab_bytes))
-                asked += 1
-                return self._segments[asked - 1]
+                    self._segments.append(self._made(slab_bytes))
+                made = self._segments[asked]
+            asked += 1
+            if isinstance(made, str):
+                raise MappingError(f"shared memory: {made} [rank {rank} of {self._size}]")
+            return made
 
         return map_slabs
+
+    def _made(self, slab_bytes: int) -> Any:
+        """A segment, or why there is none."""
+        assert cpu is not None
+        try:
+            check_available(self._size * slab_bytes)
+            return cpu.Segment.local(self._size, slab_bytes)
+        except (MemoryError, RuntimeError) as error:
+            return str(error)

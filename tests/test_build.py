@@ -237,6 +237,37 @@ def test_x86_sources_are_compiled_for_x86_alone(small: Path, target: str, lanes:
     assert run(installed, "import parallelkit._cpu as cpu; print(cpu.lanes)") == (0, f"{lanes}\n")
 
 
+SLOW_COMPILER = """#!/bin/sh
+mkdir "$ONE" 2>/dev/null || echo "two at once" >> "$LOG"
+sleep 0.2
+g++ "$@"
+status=$?
+rmdir "$ONE"
+exit $status
+"""
+
+
+def test_two_builds_at_once_take_turns(small: Path, tmp_path: Path) -> None:
+    """Ninja's log of what was made of what does not survive two writers."""
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(SLOW_COMPILER)
+    compiler.chmod(0o755)
+    changes = {"CXX": str(compiler), "ONE": str(tmp_path / "one"), "LOG": str(log)}
+    builds = [
+        subprocess.Popen(
+            [sys.executable, "setup.py", "build_ext", "--build-lib", str(tmp_path / str(number))],
+            cwd=small,
+            env=environment(MAX_JOBS="1", PK_CPU="1", **changes),
+            stdout=subprocess.DEVNULL,
+        )
+        for number in range(2)
+    ]
+    assert [process.wait(60) for process in builds] == [0, 0]
+    assert not log.exists()
+    for number in range(2):
+        assert len(list((tmp_path / str(number)).glob("parallelkit/_cpu*.so"))) == 1
+
+
 # ---- what is left where native code cannot be built or loaded
 
 FAILING_COMPILERS = {

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import parallelkit
 from parallelkit.cli import SUBCOMMANDS, exit_status, main
 from parallelkit.errors import InvalidArgumentError, PeerLostError
 
@@ -104,6 +105,9 @@ def test_help_names_every_subcommand_and_needs_no_torch(capsys):
         ["train", "--steps", "1.5"],
         ["train", "--lr", "nan"],
         ["train", "--device", "tpu"],
+        ["bench", "collectives", "--nproc", "0"],
+        ["bench", "collectives", "--rounds", "0"],
+        ["bench", "collectives", "--sizes", "4K,5K"],
     ],
 )
 def test_wrong_words_end_with_status_2(words, capsys):
@@ -111,6 +115,33 @@ def test_wrong_words_end_with_status_2(words, capsys):
         main(words)
     assert end.value.code == 2
     assert "error:" in capsys.readouterr().err
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"parallelkit {parallelkit.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("tqdm", ["bench", "optimizer"]),
+        ("tqdm", ["train"]),
+        ("matplotlib", ["bench", "collectives", "--plot", "picture.png"]),
+    ],
+)
+def test_a_package_that_is_missing_is_named_before_anything_is_measured(
+    missing, words, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, missing, None)  # an import of it fails
+    monkeypatch.setattr("parallelkit.testing.run_ranks", None)
+    assert main(words) == 1
+    told = capsys.readouterr().err
+    assert told == (
+        f"parallelkit {words[0]}: needs {missing}; pip install 'parallelkit[train]' brings them\n"
+    )
 
 
 def raising(error: BaseException):

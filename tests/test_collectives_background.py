@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from datetime import timedelta
 
 import oracle
 import pytest
@@ -87,6 +88,42 @@ def background_errors(group: pk.Group) -> list[str]:
 
 def test_an_error_in_the_background_is_raised_by_wait():
     assert same(run_ranks(background_errors, 2))
+
+
+def one_refused_among_others(group: pk.Group, algorithm: str) -> list[str]:
+    """Rank 0 waits for the refused call before the next one, the others after it."""
+    del group
+    told = []
+    with pk.Group(algorithm=algorithm, timeout=timedelta(seconds=20)) as group:
+        last = group.rank == group.size - 1
+        for by_future in (False, True):
+            refused, good, late = (torch.full((n,), 1.0 + group.rank) for n in (3 + last, 5, 7))
+            first, second = (
+                pk.weighted_all_reduce_(tensor, 1, group, async_op=True)
+                for tensor in (refused, good)
+            )
+            wait = first.get_future().wait if by_future else first.wait
+            for turn in range(2):
+                if (turn == 0) == (group.rank == 0):
+                    with pytest.raises(Exception, match="called different things") as refusal:
+                        wait()
+                    told.append(str(refusal.value).partition("weighted")[2])
+                else:
+                    pk.weighted_all_reduce_(late, 1, group)
+                    group.barrier()
+                    second.wait()
+            mean = (1 + group.size) / 2
+            assert refused.tolist() == [1.0 + group.rank] * (3 + last)
+            assert good.tolist() == [mean] * 5 and late.tolist() == [mean] * 7
+    return told
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "reference"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_refused_call_in_the_background_is_explained_whenever_each_rank_waits(size, algorithm):
+    told = run_ranks(one_refused_among_others, size, algorithm)
+    assert same(told)
+    assert "float32[3] on rank" in told[0][0] and f"float32[4] on rank {size - 1}" in told[0][0]
 
 
 def prepared_calls(group: pk.Group, algorithm: str) -> None:

@@ -60,6 +60,11 @@ def refusals(group: pk.Group) -> dict[str, tuple[type[Exception], Callable[[], o
         ),
         "a barrier": (mismatch, lambda: group.barrier() if last else reduce(kept(12), 1, group)),
         "Group.empty": (mismatch, lambda: group.empty(3) if last else reduce(kept(3), 1, group)),
+        "empty and a barrier": (mismatch, lambda: wrong(group.barrier, group.empty)()),
+        "empty and a module": (
+            mismatch,
+            lambda: group.empty(3) if last else pk.DataParallel(torch.nn.Linear(2, 2), group),
+        ),
         "shapes of empty": (mismatch, lambda: group.empty(3 + last)),
         "flat length": (mismatch, lambda: scatter(kept(12 + last), 1, group)),
         "flat dtype": (
@@ -188,6 +193,9 @@ def test_wrong_calls_raise_the_same_on_every_rank_and_change_nothing(size, algor
         "reduction": ["mean", "sum", f"rank {last}"],
         "another collective": ["weighted_all_reduce_", "weighted_reduce_scatter", f"rank {last}"],
         "a barrier": ["weighted_all_reduce_", "Group.barrier"],
+        "Group.empty": ["weighted_all_reduce_ on rank", f"Group.empty on rank {last}"],
+        "empty and a barrier": ["Group.barrier on rank", f"Group.empty on rank {last}"],
+        "empty and a module": ["DataParallel on rank", f"Group.empty on rank {last}"],
         "shapes of empty": ["float32[3]", "float32[4]", f"rank {last}"],
         "flat length": ["float32[12]", "float32[13]"],
         "integers": ["tensors[0]", "torch.int64", f"rank {last} of {size}"],

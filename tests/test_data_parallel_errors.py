@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import time
 from datetime import timedelta
@@ -274,12 +275,74 @@ def test_moving_or_casting_a_wrapped_module_raises_at_its_next_use():
     assert run_ranks(moved, 2) == [True, True]
 
 
+def moved_on_one_rank(group, plain, cast):
+    """The others are in their synced backward by the time rank 1 notices, in its forward pass."""
+    group.close()
+    with pk.Group(timeout=timedelta(seconds=20)) as group:
+        model = pk.DataParallel(mlp(), group)
+        assert next_step_works(model, group)
+        model.zero_grad(set_to_none=cast == "for now")
+        state = copy.deepcopy(model.state_dict())
+
+        def step():
+            loss = model(torch.ones(2, 5)).sum()
+            loss.backward() if plain else model.backward(loss, 2)
+
+        if group.rank == 1:
+            model.to(torch.bfloat16)
+        if cast == "and back":
+            model.to(torch.float32).load_state_dict(state)  # which had been rounded
+        text = message_of(RuntimeError, step)
+        model.to(torch.float32).load_state_dict(state)
+        again = message_of(RuntimeError, step) if cast == "and back" else ""
+        if cast == "and back":
+            model = pk.DataParallel(model.module, group)
+        assert next_step_works(model, group)
+        if group.rank == 1:  # no backward follows, so nobody is told
+            model.to(torch.bfloat16)
+            with torch.no_grad():
+                message_of(RuntimeError, lambda: model(torch.ones(2, 5)))
+    return text, again
+
+
+@pytest.mark.parametrize("cast", ["for now", "and back"])
+@pytest.mark.parametrize("plain", [False, True], ids=["weighted", "plain"])
+def test_a_module_moved_on_one_rank_raises_the_same_on_all(plain, cast):
+    told = run_ranks(moved_on_one_rank, 3, plain, cast)
+    assert same(told)
+    text, again = told[0]
+    assert text.count("[rank 1 of 3]") == 1
+    if cast == "for now":
+        assert "2.bias was torch.float32" in text
+    else:
+        assert "gradient has left its bucket" in text and again == text
+
+
+def zeroed_on_one_rank(group):
+    model = pk.DataParallel(Leaf(3), group)
+    model.backward(model(1.0), 1)
+    if group.rank == 0:
+        model.zero_grad()
+    loss = model(1.0)
+    text = message_of(RuntimeError, lambda: model.backward(loss, 1))
+    return text, step_to_four(group, model)
+
+
+def test_gradients_zeroed_on_one_rank_only_are_refused_on_all_with_one_message():
+    told = run_ranks(zeroed_on_one_rank, 2)
+    assert same(told) and told[0][1]
+    assert told[0][0].count("[rank ") == 1 and "[rank 1 of 2]" in told[0][0]
+
+
 MODULES = {
     "shape": lambda rank: nn.Linear(5, 3 + rank),
     "dtype": lambda rank: nn.Linear(5, 3, dtype=[torch.float32, torch.bfloat16][rank]),
     "name": lambda rank: nn.Sequential(nn.Linear(5, 3)) if rank else nn.Linear(5, 3),
     "number": lambda rank: nn.Linear(5, 3, bias=rank == 0),
     "buffer": lambda rank: nn.BatchNorm1d(3 + rank, affine=False),
+    "more buffers": lambda rank: nn.Sequential(
+        nn.Linear(5, 3), nn.BatchNorm1d(3, affine=False, track_running_stats=rank == 0)
+    ),
 }
 
 
@@ -294,6 +357,10 @@ def test_modules_that_differ_between_ranks_raise_on_each():
     for texts in run_ranks(different_modules, 2):
         assert all("rank 1 differs from rank 0" in text for text in texts.values())
         assert "[4, 5] instead of" in texts["shape"] and "bfloat16" in texts["dtype"]
+        assert "running_mean" in texts["buffer"] and "0.weight" in texts["name"]
+        assert "nothing more instead of bias" in texts["number"]
+        assert "nothing more instead of 1.running_mean" in texts["more buffers"]
+        assert not any("bucket_mb" in text for text in texts.values())
 
 
 def bad_construction(group):
@@ -305,6 +372,36 @@ def bad_construction(group):
     device = nn.Linear(5, 3, device="meta" if group.rank == 1 else "cpu")
     texts.append(message_of(ValueError, lambda: pk.DataParallel(device, group)))
     return texts
+
+
+WRONG = {
+    "a number": (TypeError, (5,), {}, "torch.nn.Module, got int"),
+    "a list": (TypeError, ([nn.Linear(2, 2)],), {}, "got list"),
+    "a lazy module": (ValueError, (nn.LazyLinear(3),), {}, "weight has no shape"),
+    "bucket_mb as text": (ValueError, (nn.Linear(2, 2),), {"bucket_mb": "25"}, "'25'"),
+    "endless bucket_mb": (ValueError, (nn.Linear(2, 2),), {"bucket_mb": math.inf}, "inf"),
+    "grad_dtype as text": (ValueError, (nn.Linear(2, 2),), {"grad_dtype": "float32"}, "'float32'"),
+    "broadcast_buffers": (RuntimeError, (nn.Linear(2, 2),), {"broadcast_buffers": 0}, "buffers 0"),
+}
+
+
+def wrong_on_one_rank(group):
+    """On rank 1 alone; what is said there and elsewhere."""
+    told = {}
+    for what, (kind, arguments, options, _) in WRONG.items():
+        right = (nn.Linear(2, 2),), {}
+        arguments, options = (arguments, options) if group.rank == 1 else right
+        told[what] = message_of(kind, lambda a=arguments, o=options: pk.DataParallel(*a, **o))
+    model = pk.DataParallel(Leaf(3), group)
+    assert step_to_four(group, model), "the group is usable"
+    return told
+
+
+def test_wrong_arguments_on_one_rank_raise_on_all():
+    told = run_ranks(wrong_on_one_rank, 2)
+    for what, (_, _, _, part) in WRONG.items():
+        assert all(part in texts[what] for texts in told), (what, told[0][what])
+        assert all("rank 1" in texts[what] for texts in told)
 
 
 def test_bad_constructor_arguments_raise_on_every_rank():

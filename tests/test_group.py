@@ -219,7 +219,8 @@ def empties(group: pk.Group) -> None:
     gc.collect()
     pk.weighted_all_reduce_(view, 1, group)
     assert bool((view == 0.5).all())
-    assert "-3" in message_of(ValueError, lambda: group.empty(-3))
+    refusal = message_of(ValueError, lambda: group.empty(-3))
+    assert "-3" in refusal and f"rank {group.rank} of {group.size}" in refusal
     told = message_of(
         pk.CollectiveMismatchError,
         lambda: group.empty(3, dtype=(torch.float32, torch.float64)[group.rank]),

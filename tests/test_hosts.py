@@ -18,7 +18,7 @@ import torch
 import parallelkit as pk
 from parallelkit.ops import cpu
 from parallelkit.testing import RanksFailedError, run_ranks
-from parallelkit.transport import choose, hierarchical, shared_memory
+from parallelkit.transport import choose, hierarchical, memory
 from parallelkit.transport.shared_memory import MappingError
 
 pytestmark = pytest.mark.skipif(cpu is None, reason="needs the native extension")
@@ -140,7 +140,7 @@ def test_the_transport_follows_from_what_ranks_share(hosts, algorithm, transport
 
 def no_room_on_one_host(group):
     if group.rank == 2:
-        shared_memory._available_bytes = lambda: 100 << 20
+        memory.available_bytes = lambda: 100 << 20
     with on_hosts(group, "aabb") as group:
         with pytest.raises(MappingError, match="rank 2 of 4"):
             group.empty(25_000_000)

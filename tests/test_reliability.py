@@ -1,11 +1,14 @@
 """Ranks that die, stop, leave or are interrupted: the others hear of it in time, and who it was."""
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
+import platform
 import random
 import signal
+import struct
 import threading
 import time
 from datetime import timedelta
@@ -135,6 +138,43 @@ def test_survivors_of_a_killed_rank_name_it_within_a_second_and_keep_nothing(tmp
 def test_survivors_of_a_killed_rank_name_it_over_gloo_too(tmp_path, monkeypatch):
     monkeypatch.setenv("PARALLELKIT_ALGORITHM", "reference")
     killed_rounds(1, tmp_path)
+
+
+def forbid_pidfds():
+    """Let this thread's pidfd_open fail, as in containers whose filter of calls knows it not."""
+    allow, errno = 0x7FFF0000, 0x00050000 | 1  # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO | EPERM
+    filters = [
+        (0x20, 0, 0, 0),  # load the call's number
+        (0x15, 0, 1, 434),  # pidfd_open?
+        (0x06, 0, 0, errno),
+        (0x06, 0, 0, allow),
+    ]
+    program = b"".join(struct.pack("HBBI", *each) for each in filters)
+    code = ctypes.create_string_buffer(program, len(program))
+    header = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(filters), ctypes.addressof(code))
+    )
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+    assert libc.prctl(22, 2, header, 0, 0) == 0, ctypes.get_errno()  # PR_SET_SECCOMP
+    with pytest.raises(OSError):
+        os.pidfd_open(os.getpid())
+
+
+def killed_without_pidfds(group, folder):
+    forbid_pidfds()
+    everybody = list(range(group.size))
+    return until_one_is_killed(everybody, dist.group.WORLD, 1, 0.02, folder)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="filters calls by their x86 numbers")
+def test_a_killed_rank_is_seen_at_once_where_the_kernel_gives_no_pidfd(tmp_path, transport):
+    outcome = outcomes(killed_without_pidfds, 3, str(tmp_path))
+    for survivor in (0, 2):
+        assert not isinstance(outcome[survivor], BaseException), outcome[survivor]
+        culprit, waited, again, message, _ = outcome[survivor]
+        assert culprit == 1 and "is gone" in message
+        assert waited < SOON and again < 0.1
 
 
 def one_collective_then_exit(group):

@@ -17,9 +17,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Without optimization it compiles in a third of the time, and runs fast enough.
 FLAGS = ["-std=c++20", "-O0", "-fsanitize=address,undefined", "-ffp-contract=off", "-pthread"]
+NATIVE = ("communicator", "control", "process", "segment", "kernels")
 SOURCES = {
     "tests/race/communicator.cpp": [],
-    **{f"csrc/cpu/{name}.cpp": [] for name in ("communicator", "control", "segment", "kernels")},
+    **{f"csrc/cpu/{name}.cpp": [] for name in NATIVE},
     "csrc/cpu/kernels_portable.cpp": [],
 }
 if platform.machine() == "x86_64":

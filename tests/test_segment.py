@@ -14,7 +14,7 @@ import torch
 import parallelkit as pk
 from parallelkit.ops import cpu
 from parallelkit.testing import run_ranks
-from parallelkit.transport import shared_memory
+from parallelkit.transport import memory, shared_memory
 from parallelkit.transport.shared_memory import MappingError
 
 pytestmark = pytest.mark.skipif(cpu is None, reason="needs the native extension")
@@ -97,7 +97,7 @@ def refused_then_usable(group, fault):
             used = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), limits[1]))
     if group.rank == 0 and fault == "no free memory":
-        shared_memory._available_bytes = lambda: 1 << 20
+        memory.available_bytes = lambda: 1 << 20
     with pytest.raises(MappingError) as raised:
         group.empty(50_000_000)
     resource.setrlimit(resource.RLIMIT_AS, limits)

@@ -14,6 +14,7 @@ from ranks import NATIVE
 
 import parallelkit as pk
 from parallelkit.testing import RanksFailedError, run_ranks, virtual_ranks
+from parallelkit.transport.shared_memory import MappingError
 
 
 def told(group: pk.Group, *arguments: object) -> tuple[object, ...]:
@@ -119,6 +120,21 @@ def test_what_a_virtual_rank_raises_comes_out_and_the_others_end():
     with pytest.raises(KeyError, match="the reason"):
         virtual_ranks(rank, 3, timeout=30)
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.skipif(not NATIVE, reason="no native extension")
+@pytest.mark.parametrize("numel", [2**45, 2**70])
+def test_memory_that_virtual_ranks_cannot_have_is_refused_and_the_group_usable(numel):
+    def rank(group: pk.Group) -> str:
+        with pytest.raises(MappingError) as refusal:
+            group.empty(numel)
+        x = group.empty(3).fill_(float(group.rank))
+        pk.weighted_all_reduce_(x, 1, group)
+        assert x.tolist() == [1.0] * 3
+        return str(refusal.value)
+
+    for number, told in enumerate(virtual_ranks(rank, 3)):
+        assert "shared memory: " in told and f"rank {number} of 3" in told
 
 
 def test_virtual_ranks_are_for_the_cpu():

@@ -30,6 +30,12 @@ std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>
 
 using Reply = std::tuple<int, int, double>;  // what Python gets of a Result
 
+py::list bytes_of(const std::vector<std::string>& messages) {
+  py::list all;
+  for (const std::string& each : messages) all.append(py::bytes(each));
+  return all;
+}
+
 // A communicator and the thread that runs what was submitted to it.
 class Rank {
  public:
@@ -49,18 +55,13 @@ class Rank {
     return checked(result);
   }
 
-  template <class Work>
-  std::shared_ptr<Task> later(Work work) {
-    return worker.submit([this, work] { return work(comm, Communicator::Interrupted()); });
-  }
-
-  Reply wait(Task& task) {
+  std::pair<Reply, py::list> wait(Task& task) {
     Result result;
     {
       const py::gil_scoped_release no_gil;
       result = wait_for(task);
     }
-    return checked(result);
+    return {checked(result), bytes_of(result.heard)};
   }
 
   Communicator comm;
@@ -161,10 +162,10 @@ PYBIND11_MODULE(_cpu, module) {
       .def("start_all_reduce",
            [](Rank& self, std::shared_ptr<TensorList> list, std::uint64_t signature,
               std::uint64_t layout, double weight, double scale, int reduction, bool fault,
-              int threads) {
+              int threads, std::string told) {
              const Header header = header_of(signature, layout, weight, scale, reduction, fault);
-             return self.later([=](Communicator& comm, const Communicator::Interrupted& stop) {
-               return comm.all_reduce(*list, header, threads, stop);
+             return self.worker.submit([=, &comm = self.comm, told = std::move(told)] {
+               return comm.explained_all_reduce(*list, header, threads, told);
              });
            })
       .def("wait", &Rank::wait)
@@ -210,15 +211,13 @@ PYBIND11_MODULE(_cpu, module) {
              });
            })
       .def("exchange",
-           [](Rank& self, const std::string& message) {
+           [](Rank& self, const std::string& message, std::uint64_t subject) {
              std::vector<std::string> messages;
              const Reply reply =
                  self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
-                   return comm.exchange(message, messages, stop);
+                   return comm.exchange(message, subject, messages, stop);
                  });
-             py::list all;
-             for (const std::string& each : messages) all.append(py::bytes(each));
-             return py::make_tuple(reply, all);
+             return std::pair(reply, bytes_of(messages));
            })
       .def("leave", [](Rank& self) { self.comm.leave(); })
       .def_property_readonly("broken", [](const Rank& self) { return self.comm.broken(); })

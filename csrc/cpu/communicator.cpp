@@ -252,6 +252,19 @@ Result Communicator::all_reduce(const TensorList& list, Header header, int threa
   return reduce(list, nullptr, {list.bytes(), kLine, size()}, header, threads, stop);
 }
 
+Result Communicator::explained_all_reduce(const TensorList& list, const Header& header, int threads,
+                                          const std::string& told) {
+  const Interrupted never;
+  Result result = all_reduce(list, header, threads, never);
+  if (result.outcome == Outcome::layouts) result = all_reduce(list, header, threads, never);
+  if (!is_refusal(result.outcome)) return result;
+  std::vector<std::string> heard;
+  const Result exchanged = exchange(told, 0, heard, never);
+  if (exchanged.outcome != Outcome::done) return exchanged;
+  result.heard = std::move(heard);
+  return result;
+}
+
 Result Communicator::reduce_scatter(const TensorList& list, std::byte* shard,
                                     std::uint64_t element_bytes, Header header, int threads,
                                     const Interrupted& stop) {
@@ -314,10 +327,11 @@ Result Communicator::barrier(const Interrupted& stop) {
   return collective(0, 1, stop, [&](Team& team, Verdict& verdict) { open(team, header, verdict); });
 }
 
-Result Communicator::exchange(const std::string& message, std::vector<std::string>& messages,
-                              const Interrupted& stop) {
+Result Communicator::exchange(const std::string& message, std::uint64_t subject,
+                              std::vector<std::string>& messages, const Interrupted& stop) {
   Header header;
   header.operation = Operation::exchange;
+  header.signature = subject;
   messages.assign(std::size_t(size()), {});
   return collective(0, 1, stop, [&](Team& team, Verdict& verdict) {
     bool more = true;

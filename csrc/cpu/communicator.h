@@ -14,8 +14,9 @@ namespace pk {
 
 struct Result {
   Outcome outcome = Outcome::done;
-  int rank = -1;       // the rank that broke the group, where one did
-  double total = 0.0;  // sum of the weights
+  int rank = -1;                        // the rank that broke the group, where one did
+  double total = 0.0;                   // sum of the weights
+  std::vector<std::string> heard = {};  // of a refusal in the background: what each rank told
 };
 
 // Bytes this rank has moved, for the benches: copies to and from staging are told apart from what
@@ -63,12 +64,16 @@ class Communicator {
   Result all_gather(const TensorList& list, const std::byte* shard, std::uint64_t element_bytes,
                     Header header, int threads, const Interrupted& stop);
   Result barrier(const Interrupted& stop);
+  // all_reduce as it runs in the background, of tensors in row-major order. Ranks explain a refusal
+  // to each other at once, each with its `told`: when they wait for it is no matter of agreement.
+  Result explained_all_reduce(const TensorList& list, const Header& header, int threads,
+                              const std::string& told);
   // A collective of another file: body(team, verdict) on each of the rank's threads.
   Result run(std::uint64_t bytes, int threads, const Interrupted& stop,
              const std::function<void(Team&, Verdict&)>& body);
-  // Every rank's message to every rank, of any length.
-  Result exchange(const std::string& message, std::vector<std::string>& messages,
-                  const Interrupted& stop);
+  // Every rank's message to every rank, of any length; `subject` says what they are about.
+  Result exchange(const std::string& message, std::uint64_t subject,
+                  std::vector<std::string>& messages, const Interrupted& stop);
 
   void leave() { peers_.leave(); }
   bool broken() const { return peers_.cause() != Outcome::done; }

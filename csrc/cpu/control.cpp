@@ -1,7 +1,6 @@
 #include "control.h"
 
 #include <linux/futex.h>
-#include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -42,14 +41,7 @@ Peers::Peers(std::shared_ptr<Segment> control, int rank, int size, const std::ve
           std::chrono::duration<double>(timeout_seconds))),
       spins_(size <= cores ? kSpins : 0) {
   for (int r = 0; r < size; ++r) {
-    const bool watched = r != rank && r < int(pids.size()) && pids[r] > 0;
-    pidfds_.push_back(watched ? int(::syscall(SYS_pidfd_open, pids[r], 0)) : -1);
-  }
-}
-
-Peers::~Peers() {
-  for (const int fd : pidfds_) {
-    if (fd >= 0) ::close(fd);
+    processes_.emplace_back(r != rank && r < int(pids.size()) ? pids[r] : 0);
   }
 }
 
@@ -65,11 +57,7 @@ bool Peers::arrived(int peer, std::uint32_t ticket) const {
 int Peers::lost_peer(std::uint32_t ticket) const {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_ || arrived(r, ticket)) continue;
-    bool gone = control(r).left.load(kAcquire) != 0;
-    if (pidfds_[r] >= 0) {
-      pollfd process{pidfds_[r], POLLIN, 0};
-      gone = gone || ::poll(&process, 1, 0) > 0;
-    }
+    const bool gone = control(r).left.load(kAcquire) != 0 || processes_[std::size_t(r)].gone();
     if (gone && !arrived(r, ticket)) return r;  // its last act may have been to arrive
   }
   return -1;

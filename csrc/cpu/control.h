@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../protocol.h"
+#include "process.h"
 #include "segment.h"
 
 namespace pk {
@@ -47,7 +48,6 @@ class Peers {
   // gives the core away at once.
   Peers(std::shared_ptr<Segment> control, int rank, int size, const std::vector<int>& pids,
         int cores, double timeout_seconds);
-  ~Peers();
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
@@ -77,7 +77,7 @@ class Peers {
   std::shared_ptr<Segment> control_;
   int rank_;
   int size_;
-  std::vector<int> pidfds_;  // -1: not watched
+  std::vector<Process> processes_;
   Clock::duration timeout_;
   int spins_;
 };

@@ -8,14 +8,13 @@ torch.compile the same three exchanges are operators that name a group by its nu
 from __future__ import annotations
 
 import math
-import struct
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from parallelkit.agreement import refuse
+from parallelkit.agreement import refuse, tell
 from parallelkit.collectives import shard_bounds
 from parallelkit.errors import InvalidArgumentError, InvalidTypeError
 from parallelkit.group import Group, group_of_id
@@ -83,7 +82,9 @@ class Term:
         """Begin `reduce` in the background; `finish` waits for it."""
         numel = self.tensor.numel()
         self._pending = self._transport.start_all_reduce(
-            self._prepared((numel,)), _call(self.tensor, (numel,))
+            self._prepared((numel,)),
+            _call(self.tensor, (numel,)),
+            tell(_called("sum", self.tensor)),
         )
 
     def finish(self, dtype: torch.dtype) -> Tensor:
@@ -131,8 +132,12 @@ def _call(tensor: Tensor, shape: tuple[int, ...]) -> Call:
 
 def _check(reply: Reply, group: Group, name: str, tensor: Tensor) -> None:
     if reply.outcome != "done":
-        called = [f"tensor-parallel {name}", f"{tensor.dtype}{list(tensor.shape)}"]
-        raise refuse(group._usable(), group.rank, reply.outcome, called)
+        called = _called(name, tensor)
+        raise refuse(group._usable(), group.rank, reply.outcome, called, heard=reply.heard)
+
+
+def _called(name: str, tensor: Tensor) -> tuple[str, str]:
+    return f"tensor-parallel {name}", f"{tensor.dtype}{list(tensor.shape)}".removeprefix("torch.")
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -179,9 +184,7 @@ def whole_length(x: Tensor, dim: int, group: Group) -> int:
     mine = x.shape[dim]
     if torch.compiler.is_compiling():
         return mine * group.size
-    reply, messages = group._usable().exchange(struct.pack("q", mine))
-    _check(reply, group, "all-gather", x)
-    lengths = [int(struct.unpack("q", message)[0]) for message in messages]
+    lengths = group._gather_objects(mine, *_called("all-gather", x))
     total = sum(lengths)
     bounds = [shard_bounds(total, group.size, rank) for rank in range(group.size)]
     if lengths != [stop - start for start, stop in bounds]:

@@ -88,7 +88,8 @@ def _agree(
     """Raise the same error on every rank if one cannot go on, or if they would differ."""
     what = (sequence_parallel, planned)
     hashes = {} if fault else {name: _hash(t) for name, t in model.state_dict().items()}
-    told = group._gather_objects((str(fault) if fault else None, what, hashes))
+    mine = str(fault) if fault else None, what, hashes
+    told = group._gather_objects(mine, "tensor_parallel", type(model).__name__)
     for rank, (trouble, _, _) in enumerate(told):
         if trouble is not None:
             raise InvalidArgumentError(f"{trouble} [rank {rank} of {group.size}]") from fault

@@ -41,7 +41,7 @@ def gather_gradients(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         split, grad = split_of(parameter), parameter.grad
         if split is not None:
-            if not any(split.group._gather_objects(grad is not None)):
+            if not any(split.group._gather_objects(grad is not None, "gather_gradients", name)):
                 continue
             gradients[name] = split.gather(torch.zeros_like(parameter) if grad is None else grad)
         elif grad is not None:

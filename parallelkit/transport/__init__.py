@@ -37,6 +37,7 @@ class Reply(NamedTuple):
 
     outcome: str
     total: float
+    heard: Sequence[bytes] = ()  # of a refusal in the background: what each rank told, by rank
 
 
 class Pending(Protocol):
@@ -73,8 +74,11 @@ class Transport(Protocol):
         """In place over all prepared tensors."""
         ...
 
-    def start_all_reduce(self, prepared: Any, call: Call) -> Pending:
-        """The same in the background, after everything started before."""
+    def start_all_reduce(self, prepared: Any, call: Call, told: bytes) -> Pending:
+        """The same in the background, after everything started before, in row-major order.
+
+        Right after a refusal, and before anything started later, the ranks hear what each `told`.
+        """
         ...
 
     def reduce_scatter(self, prepared: Any, shard: torch.Tensor, call: Call) -> Reply:
@@ -85,8 +89,8 @@ class Transport(Protocol):
         """Every rank's `shard` into the one prepared 1-D tensor."""
         ...
 
-    def exchange(self, message: bytes) -> tuple[Reply, list[bytes]]:
-        """Every rank's message, by rank."""
+    def exchange(self, message: bytes, subject: int = 0) -> tuple[Reply, list[bytes]]:
+        """Every rank's message, by rank. Messages about different subjects are a mismatch."""
         ...
 
     def barrier(self) -> Reply:

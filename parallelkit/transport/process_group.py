@@ -227,11 +227,21 @@ class ProcessGroup:
     def all_reduce(self, prepared: list[torch.Tensor], call: Call) -> Reply:
         return self._in_turn(lambda: self._all_reduce(prepared, call))
 
-    def start_all_reduce(self, prepared: list[torch.Tensor], call: Call) -> _Background:
+    def start_all_reduce(
+        self, prepared: list[torch.Tensor], call: Call, told: bytes
+    ) -> _Background:
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="parallelkit")
-        self._last = self._executor.submit(self._all_reduce, prepared, call)
+        self._last = self._executor.submit(self._explained_all_reduce, prepared, call, told)
         return _Background(self, self._last)
+
+    def _explained_all_reduce(self, prepared: list[torch.Tensor], call: Call, told: bytes) -> Reply:
+        reply = self._all_reduce(prepared, call)
+        if reply.outcome == "layouts":  # not here: a peer comes again in row-major order
+            reply = self._all_reduce(prepared, call)
+        if reply.outcome == "done":
+            return reply
+        return reply._replace(heard=self._exchange(told, 0)[1])
 
     def _result(self, future: Future[Reply]) -> Reply:
         try:
@@ -304,11 +314,11 @@ class ProcessGroup:
         padded[: len(tensor)] = tensor
         return padded
 
-    def exchange(self, message: bytes) -> tuple[Reply, list[bytes]]:
-        return self._in_turn(lambda: self._exchange(message))
+    def exchange(self, message: bytes, subject: int = 0) -> tuple[Reply, list[bytes]]:
+        return self._in_turn(lambda: self._exchange(message, subject))
 
-    def _exchange(self, message: bytes) -> tuple[Reply, list[bytes]]:
-        reply, _ = self._open("exchange", Call(0, 0, 1.0, 1.0, 0, False))
+    def _exchange(self, message: bytes, subject: int) -> tuple[Reply, list[bytes]]:
+        reply, _ = self._open("exchange", Call(subject, 0, 1.0, 1.0, 0, False))
         if reply.outcome != "done":
             return reply, []
         lengths = [int(n) for n in self._gather(torch.tensor([len(message)], device=self._device))]

@@ -18,6 +18,7 @@ import torch
 from ..errors import ParallelKitError, UsageError
 from ..ops import DTYPE_CODES, cpu
 from . import Call, Reply
+from .memory import check_available
 from .watch import failure
 
 __all__ = ["FileMapper", "Mapper", "MappingError", "SharedMemory"]
@@ -58,8 +59,7 @@ class FileMapper:
         with ExitStack() as stack:  # descriptors are closed, mappings stay
 
             def create() -> tuple[str, bytes]:
-                if slab_bytes * size > _available_bytes():
-                    raise MemoryError(f"{slab_bytes * size} bytes are more than there is free")
+                check_available(slab_bytes * size)
                 secret = os.urandom(32)
                 path, descriptor = segment.create(self._folder, secret, size, slab_bytes)
                 stack.callback(os.close, descriptor)
@@ -89,15 +89,6 @@ class FileMapper:
         return result, heard[self._members[0]][0]
 
 
-def _available_bytes() -> int:
-    """Memory that can be had without swapping, as the kernel estimates it."""
-    with open("/proc/meminfo") as facts:
-        for line in facts:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62
-
-
 class _Background:
     """A collective that runs on the communicator's own thread."""
 
@@ -108,7 +99,8 @@ class _Background:
         return bool(self._task.done())
 
     def wait(self) -> Reply:
-        return self._transport._reply(self._transport._native().wait(self._task))
+        result, heard = self._transport._native().wait(self._task)
+        return self._transport._reply(result)._replace(heard=heard)
 
 
 class SharedMemory:
@@ -174,8 +166,8 @@ class SharedMemory:
     def all_reduce(self, prepared: Any, call: Call) -> Reply:
         return self._reply(self._native().all_reduce(prepared, *call, torch.get_num_threads()))
 
-    def start_all_reduce(self, prepared: Any, call: Call) -> _Background:
-        task = self._native().start_all_reduce(prepared, *call, torch.get_num_threads())
+    def start_all_reduce(self, prepared: Any, call: Call, told: bytes) -> _Background:
+        task = self._native().start_all_reduce(prepared, *call, torch.get_num_threads(), told)
         return _Background(self, task)
 
     def reduce_scatter(
@@ -206,8 +198,8 @@ class SharedMemory:
         """Update what this rank owns, on every rank."""
         return self._reply(self._native().sharded_step(step, *call, torch.get_num_threads()))
 
-    def exchange(self, message: bytes) -> tuple[Reply, list[bytes]]:
-        result, messages = self._native().exchange(message)
+    def exchange(self, message: bytes, subject: int = 0) -> tuple[Reply, list[bytes]]:
+        result, messages = self._native().exchange(message, subject)
         return self._reply(result), messages
 
     def barrier(self) -> Reply:

@@ -95,7 +95,7 @@ class Watch:
         if hasattr(os, "pidfd_open"):
             for rank, (there, pid) in enumerate(found):
                 if there == here and rank != self._rank:
-                    with suppress(ProcessLookupError):  # gone already: its connections tell
+                    with suppress(OSError):  # gone already, or not to be had: connections tell
                         self._processes[rank] = os.pidfd_open(pid)
         # torch has no public way to the store it was started with.
         torch_groups = dist.distributed_c10d

@@ -127,11 +127,18 @@ class Rank {
     const Result result = comm_.all_reduce(list(data, 5000), odd, all_.threads, kNever);
     require(result.outcome == Outcome::mismatch, "ranks that disagree are told");
     require(data[4999] == value(rank_, 4999), "a refused all-reduce changes nothing");
+    const std::string told(1, char('a' + rank_));
+    const Result explained = comm_.explained_all_reduce(list(data, 5000), odd, all_.threads, told);
+    require(explained.outcome == Outcome::mismatch, "ranks that disagree are told");
+    for (int r = 0; r < all_.size; ++r) {
+      require(explained.heard[std::size_t(r)] == std::string(1, char('a' + r)), "and told why");
+    }
   }
 
   void exchange(std::size_t length) {
     std::vector<std::string> messages;
-    comm_.exchange(std::string(length + std::size_t(rank_), char('a' + rank_)), messages, kNever);
+    const std::string mine(length + std::size_t(rank_), char('a' + rank_));
+    comm_.exchange(mine, 0, messages, kNever);
     for (int r = 0; r < all_.size; ++r) {
       require(messages[std::size_t(r)] == std::string(length + std::size_t(r), char('a' + r)),
               "an exchange returns every message");
