@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -105,6 +107,16 @@ def write_ninja_file(folder: Path, name: str, files: list[str], compiler: str) -
         ninja.build(str(folder / f"{name}.so"), "link", objects)
 
 
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Hold the lock of this name, which another build in the same tree may have."""
+    import fcntl  # nothing is compiled where there is none
+
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 class NinjaBuild(build_ext):
     """Builds each extension with ninja, and does without one that cannot be built."""
 
@@ -115,11 +127,9 @@ class NinjaBuild(build_ext):
         for extension in self.extensions:
             name = extension.name.removeprefix("parallelkit.")
             folder = Path("build", "ninja", flavour, name)
-            problem = self.compile(folder, name, extension.sources)
+            target = Path(self.get_ext_fullpath(extension.name))
+            problem = self.compile(folder, name, extension.sources, target)
             if problem is None:
-                target = Path(self.get_ext_fullpath(extension.name))
-                target.parent.mkdir(parents=True, exist_ok=True)
-                self.copy_file(str(folder / f"{name}.so"), str(target))
                 built.append(extension)
             elif os.environ.get("PK_CUDA" if name == "_cuda" else "PK_CPU") == "1":
                 raise SystemExit(f"parallelkit: {extension.name} cannot be built: {problem}")
@@ -127,17 +137,21 @@ class NinjaBuild(build_ext):
                 self.warn(f"{extension.name} is left out, plain PyTorch does its work: {problem}")
         self.extensions = built
 
-    def compile(self, folder: Path, name: str, files: list[str]) -> str | None:
-        """Make folder/<name>.so; say what stood in the way, or None."""
+    def compile(self, folder: Path, name: str, files: list[str], target: Path) -> str | None:
+        """Make folder/<name>.so and copy it to target; say what stood in the way, or None."""
         compiler = find_compiler(name)
         if compiler is None:
             return "no nvcc, set CUDA_HOME" if name == "_cuda" else "no C++ compiler, install g++"
         folder.mkdir(parents=True, exist_ok=True)
-        write_ninja_file(folder, name, files, compiler)
-        jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
-        ninja = [sys.executable, "-m", "ninja", "-f", str(folder / "build.ninja"), *jobs]
-        status = subprocess.run(ninja, check=False).returncode
-        return f"{compiler} failed, its messages stand above" if status else None
+        with one_at_a_time(folder / "lock"):
+            write_ninja_file(folder, name, files, compiler)
+            jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
+            ninja = [sys.executable, "-m", "ninja", "-f", str(folder / "build.ninja"), *jobs]
+            if subprocess.run(ninja, check=False).returncode != 0:
+                return f"{compiler} failed, its messages stand above"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.copy_file(str(folder / f"{name}.so"), str(target))
+        return None
 
     def run(self) -> None:
         """Build, then remove what earlier builds left of extensions that this one did without."""

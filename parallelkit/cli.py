@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 
-from .errors import InvalidArgumentError, ParallelKitError
+from . import __version__
+from .errors import InvalidArgumentError, ParallelKitError, UsageError
 
 # Each module has add_arguments(parser) and run(arguments) -> exit status.
 SUBCOMMANDS = {
@@ -26,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     chosen = next((word for word in argv if word in SUBCOMMANDS), None)
     parser = argparse.ArgumentParser("parallelkit", description=__doc__.partition("\n\n")[2])
+    parser.add_argument("--version", action="version", version=f"parallelkit {__version__}")
     choices = parser.add_subparsers(dest="subcommand", metavar="command", required=True)
     for name, (_, text) in SUBCOMMANDS.items():
         choices.add_parser(name, help=text, description=text)
@@ -34,6 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(choices.choices[chosen])
     arguments = parser.parse_args(argv)
     return exit_status(arguments.subcommand, lambda: module.run(arguments))
+
+
+def require(extra: str, *packages: str) -> None:
+    """Raise UsageError where one of these packages, which `extra` brings, is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"needs {' and '.join(missing)}; pip install 'parallelkit[{extra}]' brings them"
+        )
 
 
 def exit_status(subcommand: str, call: Callable[[], int]) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ..collectives import PreparedAllReduce, weighted_all_reduce_
 from ..errors import ParallelKitError
 from ..group import Group
 from ..testing import run_ranks
+from ..train.command import positive
 from ..transport.shared_memory import SharedMemory
 from .measure import Candidate, environment, interleaved, pin
 
@@ -42,23 +42,29 @@ _BLOCK = (3.0, 0.003, 1.0, 0.001, 4.0, 0.004, 4.0, 0.001, 0.001, 0.001)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--nproc", type=int, default=2, help="ranks (default 2)")
-    parser.add_argument("--rounds", type=int, default=30, help="turns of each (default 30)")
+    parser.add_argument("--nproc", type=positive(int), default=2, help="ranks (default 2)")
+    parser.add_argument("--rounds", type=positive(int), default=30, help="turns (default 30)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
+    parser.add_argument(
+        "--sizes", type=_sizes, default=",".join(SIZES), help=f"(default {','.join(SIZES)})"
+    )
     parser.add_argument("--list", action="store_true", help="also 150 tensors against one")
     parser.add_argument("--plot", metavar="FILE", help="draw time and bandwidth over size")
 
 
+def _sizes(text: str) -> list[int]:
+    """A type of argparse: names of SIZES with commas between them."""
+    unknown = [name for name in text.split(",") if name not in SIZES]
+    if unknown:
+        known = ", ".join(SIZES)
+        raise argparse.ArgumentTypeError(f"must be of {known}, got {', '.join(unknown)}")
+    return [SIZES[name] for name in text.split(",")]
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print a table and one JSON line; 1 where a result was wrong."""
-    sizes = [SIZES[name] for name in arguments.sizes.split(",")]
-    options = (sizes, arguments.dtype, arguments.rounds, arguments.list)
-    try:
-        rows = run_ranks(_measure, arguments.nproc, *options, timeout=3600.0)[0]
-    except ParallelKitError as error:
-        sys.stderr.write(f"parallelkit bench collectives: {error}\n")
-        return 1
+    """Measure, print a table and one JSON line; raises where a result was wrong."""
+    options = (arguments.sizes, arguments.dtype, arguments.rounds, arguments.list)
+    rows = run_ranks(_measure, arguments.nproc, *options, timeout=3600.0)[0]
     facts = environment() | {"ranks": arguments.nproc, "dtype": arguments.dtype}
     for name, value in facts.items():
         print(f"# {name}: {value}")

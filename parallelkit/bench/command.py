@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 
+from ..cli import require
+
 __all__ = ["add_arguments", "run"]
 
 # Each module has add_arguments(parser) and run(arguments) -> exit status.
@@ -31,5 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen one; its exit status."""
+    require("train", "tqdm", *(["matplotlib"] if getattr(arguments, "plot", None) else []))
     status: int = importlib.import_module(BENCHMARKS[arguments.benchmark][0]).run(arguments)
     return status

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from tqdm import tqdm
 
 from ..group import Group
 from ..ops import cpu
@@ -44,6 +43,8 @@ def interleaved(
         rounds: turns of each, after one that is not counted.
         label: of the progress bar that rank 0 shows.
     """
+    from tqdm import tqdm  # an extra, without which --help still works
+
     calls = {}
     for name, call in candidates.items():
         group.barrier()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..cli import exit_status
-from ..errors import InvalidArgumentError, UsageError
+from ..cli import exit_status, require
+from ..errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from .run import Options
@@ -98,11 +97,7 @@ def seed_number(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the ranks, or be one of those that torchrun started."""
-    missing = [name for name in ("matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UsageError(
-            f"needs {' and '.join(missing)}; pip install 'parallelkit[train]' brings them"
-        )
+    require("train", "matplotlib", "tqdm")
     # Imported here, so that --help and wrong options need not wait for torch.
     from .launch import start_ranks
     from .run import Options, prepare
