@@ -102,7 +102,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'parallelkit' has no attribute {name!r}")
     module = importlib.import_module(f".{home}", __name__)
-    return module if home == name else getattr(module, name)
+    found = globals()[name] = module if home == name else getattr(module, name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -37,9 +37,9 @@ from typing import NamedTuple
 
 import torch
 
-from .collectives import PreparedAllReduce
 from .errors import UsageError
 from .group import Group
+from .prepared import PreparedAllReduce
 
 __all__ = ["Bucket", "GradientBuckets", "Slot", "Spec", "next_reference"]
 

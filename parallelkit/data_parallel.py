@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from .arguments import Weight
+from .broadcast import broadcast
 from .buckets import GradientBuckets
-from .collectives import Weight
 from .errors import (
     CollectiveMismatchError,
     InvalidArgumentError,
@@ -21,7 +22,7 @@ from .errors import (
     ParallelKitError,
     UsageError,
 )
-from .gradient_sync import GradientSync, broadcast
+from .gradient_sync import GradientSync
 from .group import Group, default_group
 
 __all__ = ["DataParallel"]

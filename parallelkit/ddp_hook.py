@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives import Weight, weighted_all_reduce_
+from .arguments import Weight
+from .collectives import weighted_all_reduce_
 from .group import Group, default_group
 
 __all__ = ["WeightedMean", "ddp_comm_hook"]

@@ -14,12 +14,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .arguments import Weight, as_number
+from .broadcast import broadcast
 from .buckets import GradientBuckets, Slot, Spec
-from .collectives import PreparedAllReduce, Weight, Work, as_number, weighted_all_reduce_
 from .errors import InvalidArgumentError, InvalidTypeError, ParallelKitError, UsageError
 from .group import Group
+from .prepared import PreparedAllReduce, Work
 
-__all__ = ["GradientSync", "broadcast"]
+__all__ = ["GradientSync"]
 
 _NO_TASK = -1  # what autograd calls its task outside of a backward pass
 _BACKWARD = "DataParallel.backward"
@@ -362,19 +364,6 @@ class GradientSync:
                     work.wait()
         if not self._reduced:
             self.forget()
-
-
-def broadcast(tensors: Sequence[torch.Tensor], source: int, group: Group) -> None:
-    """Give every rank the tensors of rank `source`. Collective."""
-    distinct = {(t.data_ptr(), t.numel(), t.dtype): t.detach() for t in tensors if t.numel()}
-    floats = [t for t in distinct.values() if t.is_floating_point() or t.is_complex()]
-    others = [t for t in distinct.values() if not (t.is_floating_point() or t.is_complex())]
-    # float16 holds the value of any byte.
-    coded = [t.contiguous().view(-1).view(torch.uint8).half() for t in others]
-    if distinct:
-        weighted_all_reduce_([*floats, *coded], float(group.rank == source), group)
-    for tensor, code in zip(others, coded, strict=True):
-        tensor.copy_(code.to(torch.uint8).view(tensor.dtype).view(tensor.shape))
 
 
 def _receive(this: weakref.ref[GradientSync], parameter: torch.Tensor) -> None:

@@ -28,7 +28,7 @@ from ranks import (
 )
 
 import parallelkit as pk
-from parallelkit.collectives import PreparedAllReduce
+from parallelkit.prepared import PreparedAllReduce
 from parallelkit.testing import run_ranks
 
 # Nothing, one number, odd tails, and enough for many steps through small slots.

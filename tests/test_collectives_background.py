@@ -21,7 +21,7 @@ from ranks import (
 )
 
 import parallelkit as pk
-from parallelkit.collectives import PreparedAllReduce
+from parallelkit.prepared import PreparedAllReduce
 from parallelkit.testing import run_ranks
 
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..collectives import PreparedAllReduce, weighted_all_reduce_
+from ..collectives import weighted_all_reduce_
 from ..errors import ParallelKitError
 from ..group import Group
+from ..prepared import PreparedAllReduce
 from ..testing import run_ranks
 from ..train.command import positive
 from ..transport.shared_memory import SharedMemory

@@ -184,7 +184,7 @@ def whole_length(x: Tensor, dim: int, group: Group) -> int:
     mine = x.shape[dim]
     if torch.compiler.is_compiling():
         return mine * group.size
-    lengths = group._gather_objects(mine, *_called("all-gather", x))
+    lengths: list[int] = group._gather_objects(mine, *_called("all-gather", x))
     total = sum(lengths)
     bounds = [shard_bounds(total, group.size, rank) for rank in range(group.size)]
     if lengths != [stop - start for start, stop in bounds]:
