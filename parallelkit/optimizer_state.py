@@ -19,7 +19,15 @@ from .errors import InvalidArgumentError
 from .group import Group
 from .optimizer_layout import Buffer, Member, flat_view, local_of
 
-__all__ = ["ENTRIES", "StateFormat", "checked_entries", "load_entry", "refresh_master", "whole"]
+__all__ = [
+    "ENTRIES",
+    "StateFormat",
+    "checked_entries",
+    "like",
+    "load_entry",
+    "refresh_master",
+    "whole",
+]
 
 ENTRIES = (*MOMENTS, "master_param")
 
@@ -94,11 +102,11 @@ def whole(
             for member, flat in _gathered(buffer, key, group, keep).items():
                 local = member.local
                 entry = flat.as_strided(local.shape, local.stride())
-                found.setdefault(member.parameter, {})[key] = _like(entry, member.parameter)
+                found.setdefault(member.parameter, {})[key] = like(entry, member.parameter)
     return found
 
 
-def _like(entry: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def like(entry: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of an entry, as a DTensor where the parameter is one."""
     if not isinstance(parameter, DTensor):
         return entry

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import multiprocessing
 import os
 import pickle
 import random
-import signal
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,31 @@ def test_any_world_size_reads_what_any_other_wrote_and_goes_on_exactly(tmp_path:
     assert found[0] == straight
     assert run_ranks(resume, 1, path, KINDS, None)[0] == straight
     assert len(list(Path(path, "0").iterdir())) == 2, "current and one version"
+
+
+def reorder(group: pk.Group, path: str) -> list[bool]:
+    """Write with one order of memory, read with another; whether state and values are the same."""
+    found = []
+    orders = (torch.channels_last, torch.contiguous_format)
+    for order, other in (orders, orders[::-1]):
+        layers = (nn.Linear(9000, 2), nn.Conv2d(6, 50, 3), nn.Conv2d(50, 7, 1))  # cut within a row
+        models = [nn.Sequential(*copy.deepcopy(layers)) for _ in range(2)]
+        models[0].to(memory_format=order)
+        models[1].to(memory_format=other)
+        optimizers = [pk.ShardedAdamW(m.parameters()) for m in models]
+        for i, p in enumerate(models[0].parameters()):
+            p.grad = ranks.random(i, 0, tuple(p.shape), torch.float32)
+        optimizers[0].step()
+        pk.checkpoint.save(path, models[0], optimizers[0])
+        pk.checkpoint.load(path, models[1], optimizers[1])
+        assert models[1][1].weight.stride() != models[0][1].weight.stride()
+        found.append(everything(models[0], optimizers[0]) == everything(models[1], optimizers[1]))
+    return found
+
+
+def test_the_order_of_memory_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
+    for size in (1, 4):
+        assert all(all(same) for same in run_ranks(reorder, size, str(tmp_path)))
 
 
 @pytest.fixture
@@ -155,41 +180,79 @@ def test_metadata_cannot_run_code(
     assert not Path("exploded").exists()
 
 
-SAVER = """
-import sys; sys.path.insert(0, {tests!r})
-import test_checkpoint as t, parallelkit as pk
-model = t.model_of(1); optimizer = t.optimizer_of(model)
-for step in range(10**6):
-    t.train(model, optimizer, range(step, step + 1))
-    pk.checkpoint.save({path!r}, model, optimizer, extra=t.everything(model, optimizer))
-    print(step, flush=True)
-"""
+def train_and_save_for_ever(path: str, began: Connection) -> None:
+    """From what is there, each time with the hash of everything as its note."""
+    torch.set_num_threads(1)
+    model = model_of(1)
+    optimizer = optimizer_of(model)
+    pk.checkpoint.load(path, model, optimizer)
+    began.send(None)
+    for step in range(10**6):
+        train(model, optimizer, range(step, step + 1))
+        pk.checkpoint.save(path, model, optimizer, extra=everything(model, optimizer))
 
 
-def test_killed_at_random_moments_the_checkpoint_before_is_whole(tmp_path: Path) -> None:
-    """It holds what its own note of all hashes says, and not less than the last one announced."""
+def test_killed_while_it_saves_the_checkpoint_before_is_whole(tmp_path: Path) -> None:
+    """At 20 random moments; what is there holds what its own note of all hashes says."""
     path = tmp_path / "c"
-    code = SAVER.format(tests=os.path.dirname(__file__), path=str(path))
-    random.seed(0)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.readline()
+    model = model_of(1)
+    optimizer = optimizer_of(model)
+    pk.checkpoint.save(path, model, optimizer, extra=everything(model, optimizer))
+    moment = random.Random(0)
+    context = multiprocessing.get_context("forkserver")
+    in_the_middle = 0
     for _ in range(20):
-        time.sleep(random.uniform(0.0, 0.03))
-        process.send_signal(signal.SIGSTOP)  # as a copy of the disk at that moment: as good as dead
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=train_and_save_for_ever, args=(str(path), theirs))
+        process.start()
+        assert ours.poll(60)
+        time.sleep(moment.uniform(0.0, 0.06))
+        process.kill()
+        process.join()
+        in_the_middle += len(list(path.iterdir())) > 2
         model = model_of(2)
         optimizer = optimizer_of(model)
-        noted = pk.checkpoint.load(path, model, optimizer)
-        assert everything(model, optimizer) == noted
-        process.send_signal(signal.SIGCONT)
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    model = model_of(2)
-    optimizer = optimizer_of(model)
-    assert pk.checkpoint.load(path, model, optimizer) == everything(model, optimizer)
+        assert pk.checkpoint.load(path, model, optimizer) == everything(model, optimizer)
+    assert in_the_middle > 4, "it is killed outside of its saves"
     pk.checkpoint.save(path, model, optimizer)
-    assert len(list(path.iterdir())) == 2, "what the killed one left is cleared away"
+    assert len(list(path.iterdir())) == 2, "what the killed ones left is cleared away"
+
+
+@pytest.mark.parametrize("operation", ["open", "fsync", "replace"])
+def test_a_disk_that_fails_leaves_a_whole_checkpoint(
+    saved: Path, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first use of an operation of the system, the second, and so on."""
+    model = model_of(1)
+    optimizer = optimizer_of(model)
+    train(model, optimizer, range(3))
+    whole = {everything(model, optimizer)}
+    reader = model_of(2)
+    reading = optimizer_of(reader)
+    pk.checkpoint.load(saved, reader, reading)
+    whole.add(everything(reader, reading))
+    right = getattr(os, operation)
+    for last in range(100):
+        left = last
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError("the disk is full")
+            return right(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, operation, fail)
+            try:
+                pk.checkpoint.save(saved, model, optimizer)
+            except CheckpointError as error:
+                assert "the disk is full" in str(error)
+            else:
+                break
+        pk.checkpoint.load(saved, reader, reading)
+        assert everything(reader, reading) in whole
+    assert 0 < last < 99
 
 
 def test_failure_on_one_rank_is_raised_on_all_and_keeps_the_old(tmp_path: Path) -> None:
