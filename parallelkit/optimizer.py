@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from .adamw import Setting
+from .buckets import Slot
 from .data_parallel import DataParallel
 from .errors import (
     CollectiveMismatchError,
@@ -43,6 +44,14 @@ class _Facts(NamedTuple):
     weight: float  # items that this rank's gradients stand for
     settings: int  # hash of all hyper-parameters
     fault: ParallelKitError | None
+
+
+class _Row(NamedTuple):
+    """A member with what each step asks of it; kept from one step to the next."""
+
+    member: Member
+    options: dict[str, Any]  # its parameter group
+    slot: Slot | None  # where `data_parallel` has its gradient
 
 
 class ShardedAdamW(Optimizer):
@@ -137,6 +146,7 @@ class ShardedAdamW(Optimizer):
         # torch's GradScaler leaves the scale to such an optimizer; `step` then refuses it.
         self._step_supports_amp_scaling = self.averages
         self._buffers: list[Buffer] = []
+        self._outside: list[torch.Tensor] = []  # parameters that were frozen so far, without state
         self.members: dict[torch.Tensor, Member] = {}
         self._step: Step | None = None
         # torch checks the options, and says which a state_dict has.
@@ -152,6 +162,7 @@ class ShardedAdamW(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's. Collective."""
         super().add_param_group(param_group)
+        self._outside += self.param_groups[-1]["params"]
         if self._constructed:
             self._place_parameters()
 
@@ -168,7 +179,7 @@ class ShardedAdamW(Optimizer):
 
     def _place_parameters(self) -> None:
         """Give state to trainable parameters that have none yet, and move them. Collective."""
-        new = [p for p in self.parameters() if p.requires_grad and p not in self.members]
+        new = [p for p in self._outside if p.requires_grad]
         if not new:
             return
         every = self._names()
@@ -192,6 +203,7 @@ class ShardedAdamW(Optimizer):
             added = place_like_gradients(names, first, self.group, share, self._buckets)
         self._buffers += added
         self.members |= {m.parameter: m for buffer in added for m in buffer.members}
+        self._outside = [p for p in self._outside if p not in self.members]
         for member in list(self.members.values())[first:]:
             self.fill(member, 0.0, {})
 
@@ -210,6 +222,18 @@ class ShardedAdamW(Optimizer):
         """Show the members' state as `.state`, and forget where it lay."""
         self.state.update({p: member.state for p, member in self.members.items()})
         self._step = None
+
+    def _prepare(self) -> Step:
+        """See where everything lies, for the steps to come."""
+        groups = self._group_of()
+        slots = {slot.parameter: slot for slot in self._buckets.slots} if self._buckets else {}
+        self._rows = [_Row(m, groups[p], slots.get(p)) for p, m in self.members.items()]
+        # One tensor holds all counts: adding to 150 tensors costs as much as a small step.
+        if self._rows:
+            self._counts = torch.stack([row.member.state["step"] for row in self._rows])
+            for row, count in zip(self._rows, self._counts.unbind(), strict=True):
+                row.member.state["step"] = count
+        return make_step(self._buffers, self.group, averaged=self._buckets is None)
 
     def _unfit(self, name: str, p: torch.Tensor) -> ParallelKitError | None:
         """What is wrong with a parameter, and makes it dense."""
@@ -254,8 +278,7 @@ class ShardedAdamW(Optimizer):
                 loss = closure()
         self._place_parameters()
         if self._step is None:
-            averaged = self._buckets is None
-            self._step = make_step(self._buffers, self.group, averaged)
+            self._step = self._prepare()
         fault = None
         try:
             if getattr(self, "grad_scale", None) is not None:  # torch's scaler sets it
@@ -270,8 +293,8 @@ class ShardedAdamW(Optimizer):
             fault, gradients = error, {}
         moving = self._agree(gradients, fault)
         if moving:
-            for member in moving:
-                refresh_master(member)
+            for row in moving:
+                refresh_master(row.member)
             self._move(moving, gradients, 1.0 / self._loss_scale)
         if self._buckets is not None:
             self._buckets.reset()
@@ -299,11 +322,7 @@ class ShardedAdamW(Optimizer):
         """This rank's gradient of each parameter that has one, in the order of its memory."""
         if self._buckets is not None:
             self._buckets.settle()
-            return {
-                self.members[slot.parameter]: slot.view
-                for slot in self._buckets.slots
-                if slot.parameter in self.members
-            }
+            return {row.member: row.slot.view for row in self._rows if row.slot is not None}
         found = {}
         for p, member in self.members.items():
             if p.grad is not None:
@@ -317,21 +336,23 @@ class ShardedAdamW(Optimizer):
                 f"ShardedAdamW.step: the gradient of {member.name} must be dense, "
                 f"got {grad.layout}; use sparse=False"
             )
-        wanted = (param.dtype, torch.float32) if param.dtype != torch.float64 else (param.dtype,)
-        if grad.dtype in wanted and (grad.stride() == param.stride() or grad.numel() < 2):
+        dtype = param.dtype
+        fits = grad.dtype == dtype or (grad.dtype == torch.float32 and dtype != torch.float64)
+        rows = grad.is_contiguous() and param.is_contiguous()
+        if fits and (rows or grad.stride() == param.stride()):
             return grad
         return torch.empty_like(param).copy_(grad)
 
     def _agree(
         self, gradients: Mapping[Member, torch.Tensor], fault: ParallelKitError | None
-    ) -> list[Member]:
-        """Tell the ranks what is used here; the members that move, the same on every rank."""
-        members = list(self.members.values())
+    ) -> list[_Row]:
+        """Tell the ranks what is used here; the rows that move, the same on every rank."""
+        rows = self._rows
         if self._buckets is None:
-            used, weight = bytes(m in gradients for m in members), 1.0
+            used, weight = bytes(row.member in gradients for row in rows), 1.0
         else:
-            slots = {slot.parameter for slot in self._buckets.slots if slot.used}
-            used, weight = bytes(m.parameter in slots for m in members), self._buckets.weight
+            used = bytes(row.slot is not None and row.slot.used for row in rows)
+            weight = self._buckets.weight
         mine = _Facts(used, weight, hash(tuple(map(_numbers, self.param_groups))), fault)
         heard = [_Facts(*facts) for facts in self.group._gather_objects(tuple(mine))]
         for rank, facts in enumerate(heard):
@@ -344,9 +365,8 @@ class ShardedAdamW(Optimizer):
                     f"rank 0 and rank {rank}; nothing was changed"
                 )
             if self._buckets is None and facts.used != heard[0].used:
-                odd = next(
-                    m for m, a, b in zip(members, facts.used, heard[0].used, strict=True) if a != b
-                )
+                differs = (a != b for a, b in zip(facts.used, heard[0].used, strict=True))
+                odd = next(row.member for row, differ in zip(rows, differs, strict=True) if differ)
                 raise CollectiveMismatchError(
                     f"ShardedAdamW.step: {odd.name} has a gradient on one of rank 0 and rank "
                     f"{rank} only; gradients must be averaged before the step. Nothing was changed"
@@ -355,22 +375,21 @@ class ShardedAdamW(Optimizer):
             total = math.fsum(facts.weight for facts in heard)
             self._buckets.total_weight = torch.tensor(total, dtype=torch.float64)
         some = [any(rank) for rank in zip(*(f.used for f in heard if f.weight > 0), strict=True)]
-        return [member for member, moves in zip(members, some, strict=False) if moves]
+        return [row for row, moves in zip(rows, some, strict=False) if moves]
 
     def _move(
-        self, moving: list[Member], gradients: Mapping[Member, torch.Tensor], scale: float
+        self, moving: list[_Row], gradients: Mapping[Member, torch.Tensor], scale: float
     ) -> None:
         """Measure, decide, step."""
         assert self._step is not None
-        groups = self._group_of()
-        steps = [member.state["step"] for member in moving]
-        settings: dict[tuple[int, int], Setting] = {}
+        steps = [row.member.state["step"] for row in moving]
+        counts = self._counts if len(moving) == len(self._rows) else torch.stack(steps)
+        settings: dict[tuple[int, float], Setting] = {}
         work: dict[Member, tuple[torch.Tensor, Setting]] = {}
-        for member, count in zip(moving, torch.stack(steps).tolist(), strict=True):
-            group = groups[member.parameter]
-            key = (id(group), int(count))
+        for (member, options, _), count in zip(moving, counts.tolist(), strict=True):
+            key = (id(options), count)
             if key not in settings:
-                settings[key] = Setting.of(group, int(count) + 1)
+                settings[key] = Setting.of(options, int(count) + 1)
             work[member] = (gradients[member], settings[key])
         weight = 1.0
         if self._buckets is not None:
@@ -386,10 +405,13 @@ class ShardedAdamW(Optimizer):
             if self.max_grad_norm is not None:
                 clip = min(1.0, self.max_grad_norm / (norm + 1e-6))
         self._step.run(clip)
-        torch._foreach_add_(steps, 1.0)
-        torch.autograd.graph.increment_version([member.parameter for member in moving])
-        for member in moving:
-            member.version = member.parameter._version
+        if counts is self._counts:
+            counts.add_(1.0)
+        else:
+            torch._foreach_add_(steps, 1.0)
+        torch.autograd.graph.increment_version([row.member.parameter for row in moving])
+        for row in moving:
+            row.member.version = row.member.parameter._version
 
     def _norm(self, mine: Squares) -> float:
         """Of the whole gradient: over the shards of this group and of the tensor-parallel one."""
