@@ -47,6 +47,7 @@ class Group:
         size: the number of ranks.
         device: as given.
         id: a number of its own in this process.
+        scratch: memory of `empty` that nobody uses now, for parallelkit.nn.
         timeout: as given.
         transport: "single", "shared-memory" (CPU ranks of one host), "hierarchical" (shared memory
             inside each of several hosts) or "process-group".
@@ -114,6 +115,7 @@ class Group:
         self._transport = transport
         self.transport = transport.name
         self._unusable: str | None = None
+        self.scratch: dict[torch.dtype, list[Any]] = {}
         self.id = next(_ids)
         _alive[self.id] = self
 
@@ -185,6 +187,7 @@ class Group:
         if self._unusable is None:
             self._unusable = "this group is closed; pk.init() or pk.Group(...) makes another"
             self._transport.close()
+            self.scratch.clear()
 
     def __enter__(self) -> Group:
         return self

@@ -1,13 +1,16 @@
 """The split linear layers against nn.Linear in float64, on 2 to 4 ranks."""
 
 import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import parallelkit as pk
+from parallelkit.nn.term import Term
 
 ACTIVATIONS = {
     None: nn.Identity(),
@@ -25,7 +28,7 @@ def random(seed, *shape, dtype=torch.float64):
 def poison(group):
     """Fill what the group's pool of memory will hand out, and what it gave, with NaN."""
     for dtype in (torch.float32, torch.float64):
-        terms = [pk.nn.exchange.Term(group, (4096,), dtype) for _ in range(3)]
+        terms = [Term(group, (4096,), dtype) for _ in range(3)]
         for term in terms:
             term.tensor.fill_(float("nan"))
             term.release()
@@ -282,24 +285,108 @@ def test_compiled_layers_give_the_same_numbers_in_one_graph():
         assert max(differences.values()) < 1e-13, differences
 
 
-def overlaps(group):
-    """Whether the reduction of dx begins before the weight's gradient is computed."""
-    from parallelkit.nn import exchange
-    from parallelkit.nn import linear as module
+class ThreeReaders(nn.Module):
+    """q, k and v: as many outputs each as one layer has in all."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(1024, 8, bias=b) for b in (True, False, True))
+
+    def forward(self, x):
+        return self.q(x) + self.k(x) * 2 + self.v(x) * 3
+
+
+def overlaps(group, siblings, sequence):
+    """Whether the reduction of dx begins before weights' gradients are computed; the errors."""
+    from parallelkit.nn import column_op, shared_input
 
     events = []
-    start, gradients = exchange.Term.start, module.parameter_gradients
-    exchange.Term.start = lambda term: (events.append("start"), start(term))[1]
-    module.parameter_gradients = lambda *a: (events.append("dW"), gradients(*a))[1]
-    layer = pk.nn.ColumnParallelLinear(1024, 8, group=group)
-    x = torch.randn(512, 1024, requires_grad=True)
+    start, gradients = Term.start, column_op.parameter_gradients
+
+    def noted_start(term, scatter=False):
+        events.append("scatter" if scatter else "sum")
+        start(term, scatter)
+
+    def noted_gradients(*arguments):
+        events.append("dW")
+        return gradients(*arguments)
+
+    Term.start = noted_start
+    column_op.parameter_gradients = shared_input.parameter_gradients = noted_gradients
+    torch.manual_seed(0)
+    whole = ThreeReaders() if siblings else nn.Sequential(nn.Linear(1024, 8))
+    x = random(3, 2, 257, 1024, dtype=torch.float32)
+    parts = slice(*pk.shard_bounds(257, group.size, group.rank)) if sequence else slice(None)
+    mine = x[:, parts].clone().requires_grad_()
+    layer = pk.tensor_parallel(
+        copy.deepcopy(whole), group, {"*": "colwise"}, sequence_parallel=sequence
+    )
+    y = layer(mine)
+    loss = (y.double() ** 2).sum()
+    loss.backward(retain_graph=True)
+    kept = list(events)
+    first = mine.grad.clone(), pk.gather_gradients(layer)
+    layer.zero_grad()
+    mine.grad = None
+    loss.backward()  # nothing of the first pass is left over
+    again = pk.gather_gradients(layer)
+    assert torch.equal(mine.grad, first[0])
+    assert all(torch.equal(first[1][name], again[name]) for name in again)
+
+    whole, x = whole.double(), x.double().requires_grad_()
+    (whole(x) ** 2).sum().backward()
+    wanted = {name: p.grad for name, p in whole.named_parameters()} | {"x": x.grad[:, parts]}
+    found = first[1] | {"x": first[0]}
+    return kept, max(
+        float((found[n] - wanted[n]).abs().max() / wanted[n].abs().max()) for n in wanted
+    )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("siblings", [False, True])
+def test_the_sum_of_dx_travels_while_the_weights_gradients_are_computed(siblings, sequence):
+    for events, error in pk.testing.run_ranks(overlaps, 2, siblings, sequence):
+        assert events == ["scatter" if sequence else "sum"] + ["dW"] * (3 if siblings else 1)
+        assert error < 1e-5
+
+
+def frozen_parts(group):
+    """What needs no gradient gets none, beside siblings that do."""
+    torch.manual_seed(0)
+    whole = ThreeReaders().double()
+    for parameter in (whole.q.weight, whole.v.bias, *whole.k.parameters()):
+        parameter.requires_grad_(False)
+    layer = pk.tensor_parallel(copy.deepcopy(whole), group, {"*": "colwise"})
+    x = random(3, 5, 1024)
     layer(x).sum().backward()
-    wanted = layer.to_linear().weight.detach().sum(0).expand_as(x)
-    return events, bool(torch.allclose(x.grad, wanted, atol=1e-5))
+    whole(x).sum().backward()
+    found = pk.gather_gradients(layer)
+    wanted = {n: p.grad for n, p in whole.named_parameters() if p.grad is not None}
+    return found.keys() == wanted.keys() and largest_difference(found, wanted) < 1e-12
 
 
-def test_the_sum_of_dx_travels_while_the_weights_gradient_is_computed():
-    assert pk.testing.run_ranks(overlaps, 2) == [(["start", "dW"], True)] * 2
+def test_siblings_of_which_some_are_frozen_get_their_gradients_alone():
+    assert pk.testing.run_ranks(frozen_parts, 2) == [True, True]
+
+
+def readers_are_let_go(group):
+    """A step's activations go with its graph, without the garbage collector."""
+    layer = pk.tensor_parallel(ThreeReaders(), group, {"*": "colwise"})
+    gc.disable()
+    x = torch.ones(4, 1024, requires_grad=True)
+    entered = weakref.ref(layer.q.shared_input.enter(x).x)
+    for _ in range(2):
+        layer.k(x)
+    y = layer(x)
+    y.sum().backward()
+    del y, x
+    alive = entered() is not None
+    gc.enable()
+    return alive
+
+
+def test_an_activation_that_siblings_share_is_let_go_after_its_last_reader():
+    assert pk.testing.run_ranks(readers_are_let_go, 2) == [False, False]
 
 
 def bad_calls(group):

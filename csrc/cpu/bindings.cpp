@@ -55,6 +55,14 @@ class Rank {
     return checked(result);
   }
 
+  template <class Work>
+  std::shared_ptr<Task> later(std::string told, Work work) {
+    return worker.submit([this, told = std::move(told), work] {
+      const auto collective = [&](const auto& stop) { return work(comm, stop); };
+      return comm.explained(collective, told);
+    });
+  }
+
   std::pair<Reply, py::list> wait(Task& task) {
     Result result;
     {
@@ -164,8 +172,8 @@ PYBIND11_MODULE(_cpu, module) {
               std::uint64_t layout, double weight, double scale, int reduction, bool fault,
               int threads, std::string told) {
              const Header header = header_of(signature, layout, weight, scale, reduction, fault);
-             return self.worker.submit([=, &comm = self.comm, told = std::move(told)] {
-               return comm.explained_all_reduce(*list, header, threads, told);
+             return self.later(std::move(told), [=](Communicator& comm, const auto& stop) {
+               return comm.all_reduce(*list, header, threads, stop);
              });
            })
       .def("wait", &Rank::wait)
@@ -176,6 +184,17 @@ PYBIND11_MODULE(_cpu, module) {
              const Header header = header_of(signature, layout, weight, scale, reduction, fault);
              return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
                return comm.reduce_scatter(list, pointer(shard), element_bytes, header, threads,
+                                          stop);
+             });
+           })
+      .def("start_reduce_scatter",
+           [](Rank& self, std::shared_ptr<TensorList> list, std::uintptr_t shard,
+              std::uint64_t element_bytes, std::uint64_t signature, std::uint64_t layout,
+              double weight, double scale, int reduction, bool fault, int threads,
+              std::string told) {
+             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
+             return self.later(std::move(told), [=](Communicator& comm, const auto& stop) {
+               return comm.reduce_scatter(*list, pointer(shard), element_bytes, header, threads,
                                           stop);
              });
            })

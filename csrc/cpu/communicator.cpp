@@ -252,19 +252,6 @@ Result Communicator::all_reduce(const TensorList& list, Header header, int threa
   return reduce(list, nullptr, {list.bytes(), kLine, size()}, header, threads, stop);
 }
 
-Result Communicator::explained_all_reduce(const TensorList& list, const Header& header, int threads,
-                                          const std::string& told) {
-  const Interrupted never;
-  Result result = all_reduce(list, header, threads, never);
-  if (result.outcome == Outcome::layouts) result = all_reduce(list, header, threads, never);
-  if (!is_refusal(result.outcome)) return result;
-  std::vector<std::string> heard;
-  const Result exchanged = exchange(told, 0, heard, never);
-  if (exchanged.outcome != Outcome::done) return exchanged;
-  result.heard = std::move(heard);
-  return result;
-}
-
 Result Communicator::reduce_scatter(const TensorList& list, std::byte* shard,
                                     std::uint64_t element_bytes, Header header, int threads,
                                     const Interrupted& stop) {
@@ -314,6 +301,19 @@ Result Communicator::all_gather(const TensorList& list, const std::byte* shard,
       }
     }
   });
+}
+
+Result Communicator::explained(const std::function<Result(const Interrupted&)>& collective,
+                               const std::string& told) {
+  const Interrupted never;
+  Result result = collective(never);
+  if (result.outcome == Outcome::layouts) result = collective(never);  // peers come in row-major
+  if (!is_refusal(result.outcome)) return result;
+  std::vector<std::string> heard;
+  const Result exchanged = exchange(told, 0, heard, never);
+  if (exchanged.outcome != Outcome::done) return exchanged;
+  result.heard = std::move(heard);
+  return result;
 }
 
 Result Communicator::run(std::uint64_t bytes, int threads, const Interrupted& stop,

@@ -64,10 +64,10 @@ class Communicator {
   Result all_gather(const TensorList& list, const std::byte* shard, std::uint64_t element_bytes,
                     Header header, int threads, const Interrupted& stop);
   Result barrier(const Interrupted& stop);
-  // all_reduce as it runs in the background, of tensors in row-major order. Ranks explain a refusal
-  // to each other at once, each with its `told`: when they wait for it is no matter of agreement.
-  Result explained_all_reduce(const TensorList& list, const Header& header, int threads,
-                              const std::string& told);
+  // A collective as it runs in the background, on tensors in row-major order. The ranks explain a
+  // refusal to each other at once, each with its `told`: when they wait is no matter of agreement.
+  Result explained(const std::function<Result(const Interrupted&)>& collective,
+                   const std::string& told);
   // A collective of another file: body(team, verdict) on each of the rank's threads.
   Result run(std::uint64_t bytes, int threads, const Interrupted& stop,
              const std::function<void(Team&, Verdict&)>& body);

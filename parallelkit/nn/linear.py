@@ -20,28 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelkit.errors import InvalidArgumentError
 from parallelkit.group import Group, default_group
 from parallelkit.nn import exchange
-from parallelkit.nn import product_ops as ops
+from parallelkit.nn.column_op import column_linear
 from parallelkit.nn.functional import (
     copy_to_group,
     gather_from_group,
     scatter_to_group,
 )
-from parallelkit.nn.kernel_choice import current_kernels
-from parallelkit.nn.linear_op import (
-    cast_for_autocast,
-    check,
-    linear,
-    linear_into,
-    parameter_gradients,
-    rows,
-)
+from parallelkit.nn.linear_op import cast_for_autocast, check, linear
+from parallelkit.nn.row_op import row_linear
 from parallelkit.nn.shared_input import SharedInput
 from parallelkit.nn.split import Split, draw_shard, split_of
 from parallelkit.nn.torch_products import ACTIVATIONS
@@ -52,120 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 Tensor = torch.Tensor
-
-# From here on a sum is worth a thread of its own beside the weight's gradient; an estimate.
-_OVERLAP_BYTES = 1 << 20
-
-
-class _ColumnLinear(Function):
-    """act(x·W_rᵀ + b_r), x entered into the group first."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: str | None,
-        group: Group,
-        whole_tokens: int | None,
-    ) -> Tensor:
-        if whole_tokens is not None:
-            x = exchange.all_gather(x, x.ndim - 2, whole_tokens, group)
-        kernels = current_kernels()
-        y, pre = ops.forward(
-            rows(x), weight, bias, None, activation, False, activation is not None, kernels
-        )
-        ctx.save_for_backward(x, weight, bias, pre)
-        ctx.activation, ctx.group, ctx.kernels = activation, group, kernels
-        ctx.sequence = whole_tokens is not None
-        return y.view(*x.shape[:-1], y.shape[1])  # type: ignore[no-any-return]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, pre = ctx.saved_tensors
-        needs_x = ctx.needs_input_grad[0]
-        dz = rows(dy)
-        if ctx.activation is not None:
-            dz = ops.activation_gradient(dz, pre, ctx.activation, False, ctx.kernels)
-        dx, started = None, None
-        if needs_x and (ctx.sequence or torch.compiler.is_compiling()):
-            dx = ops.input_gradient(dz, weight, None, None, False, ctx.kernels).view(x.shape)
-            if ctx.sequence:
-                dx = exchange.reduce_scatter(dx, x.ndim - 2, ctx.group)
-            else:
-                dx = exchange.all_reduce(dx, ctx.group)
-        elif needs_x:
-            started = exchange.Term(ctx.group, x.shape, _wide(x.dtype))
-            linear_into(started.tensor, dz.view(*x.shape[:-1], dz.shape[1]), weight.T)
-            if started.tensor.nbytes >= _OVERLAP_BYTES:
-                started.start()
-        dweight, dbias = _parameter_gradients(ctx, dz, rows(x), weight, bias)
-        if started is not None:
-            dx = started.finish(x.dtype)
-        return dx, dweight, dbias, None, None, None
-
-
-class _RowLinear(Function):
-    """Σ_r x_r·W_rᵀ + b, or this rank's tokens of it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.group, ctx.kernels, ctx.sequence = group, current_kernels(), sequence
-        if torch.compiler.is_compiling():
-            partial, _ = ops.forward(rows(x), weight, None, None, None, False, False, ctx.kernels)
-            partial = partial.view(*x.shape[:-1], weight.shape[0])
-            if sequence:
-                y = exchange.reduce_scatter(partial, x.ndim - 2, group)
-            else:
-                y = exchange.all_reduce(partial, group)
-            return y if bias is None else y + bias
-        moved = x.movedim(-2, 0) if sequence else x
-        term = exchange.Term(group, (*moved.shape[:-1], weight.shape[0]), _wide(x.dtype))
-        linear_into(term.tensor, moved, weight)
-        if sequence:
-            y = term.scatter().movedim(0, -2)
-            y = y if bias is None else y + bias
-            return y.to(x.dtype, memory_format=torch.contiguous_format)
-        if bias is None:
-            return term.finish(x.dtype)
-        y = (term.reduce() + bias).to(x.dtype)
-        term.release()
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
-        needs_x = ctx.needs_input_grad[0]
-        if ctx.sequence:
-            dy = exchange.all_gather(dy, x.ndim - 2, x.shape[-2], ctx.group)
-        dz = rows(dy)
-        dx = None
-        if needs_x:
-            dx = ops.input_gradient(dz, weight, None, None, False, ctx.kernels).view(x.shape)
-        dweight, dbias = _parameter_gradients(ctx, dz, rows(x), weight, bias)
-        return dx, dweight, dbias, None, None
-
-
-def _parameter_gradients(
-    ctx: Any, dz: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """dW and db: added in place where that was asked for, which a compiled graph cannot do."""
-    _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    if torch.compiler.is_compiling():
-        dweight, dbias = ops.weight_gradient(dz, x, needs_bias, weight.dtype, ctx.kernels)
-        return dweight if needs_weight else None, dbias if needs_bias else None
-    return parameter_gradients(dz, x, weight, bias, needs_weight, needs_bias, ctx.kernels)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What a sum over ranks is kept in."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class SplitLinear(nn.Module):
@@ -276,9 +153,12 @@ class SplitLinear(nn.Module):
             made.bias = nn.Parameter(bias, self.bias.requires_grad)
         return made.train(self.training)
 
+    def _weight(self) -> Tensor:
+        """[out, in]"""
+        return self.weight.t() if self.transposed else self.weight
+
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        weight = self.weight.t() if self.transposed else self.weight
-        return cast_for_autocast(x, weight, self.bias)  # type: ignore[no-any-return]
+        return cast_for_autocast(x, self._weight(), self.bias)  # type: ignore[no-any-return]
 
     def _tokens(self, x: Tensor) -> None:
         if x.ndim < 2:
@@ -339,8 +219,19 @@ class ColumnParallelLinear(SplitLinear):
         self.gather_output, self.activation = gather_output, activation
         self.shared_input: SharedInput | None = None  # with its siblings
 
+    def operands(self) -> tuple[Tensor, Tensor | None]:
+        """This rank's weight [N, K] and bias."""
+        return self._weight(), self.bias
+
+    def whole_tokens(self, x: Tensor) -> int | None:
+        """With sequence_parallel, how long dimension -2 of x is over all ranks; collective."""
+        if not self.sequence_parallel:
+            return None
+        self._tokens(x)
+        return exchange.whole_length(x, x.ndim - 2, self.group)
+
     def enter(self, x: Tensor) -> Tensor:
-        """x as the split computation reads it: whole, its gradient summed over the group."""
+        """x as the layer's products read it: whole, its gradient summed over the group."""
         if self.sequence_parallel:
             self._tokens(x)
             return gather_from_group(x, self.group, -2, grad="partial")
@@ -348,19 +239,19 @@ class ColumnParallelLinear(SplitLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's outputs, or all of them with gather_output."""
-        if self.shared_input is not None:
-            x, weight, bias = self._operands(self.shared_input.enter(x, self.enter))
+        shared, entry = self.shared_input, None
+        if shared is not None and not torch.compiler.is_compiling():
+            entry = shared.enter(x)
+            x = entry.x
+        x, weight, bias = self._operands(x)
+        check("ColumnParallelLinear", x, x.shape, weight, bias, self.activation, None, False)
+        if shared is not None and entry is not None:
+            y = entry.linear(shared.layers.index(self), x, weight, bias, self.activation)
+        elif shared is not None and shared.early:  # a compiled graph: x was let in before
             y = linear(x, weight, bias, self.activation)
         else:
-            x, weight, bias = self._operands(x)
-            check("ColumnParallelLinear", x, x.shape, weight, bias, self.activation, None, False)
-            tokens = None
-            if self.sequence_parallel:
-                self._tokens(x)
-                tokens = exchange.whole_length(x, x.ndim - 2, self.group)
-            y = _ColumnLinear.apply(  # type: ignore[no-untyped-call]
-                x, weight, bias, self.activation, self.group, tokens
-            )
+            tokens = self.whole_tokens(x)
+            y = column_linear(x, weight, bias, self.activation, self.group, tokens)
         return gather_from_group(y, self.group) if self.gather_output else y
 
 
@@ -406,6 +297,4 @@ class RowParallelLinear(SplitLinear):
         check("RowParallelLinear", x, x.shape, weight, bias, None, None, False)
         if self.sequence_parallel:
             self._tokens(x)
-        return _RowLinear.apply(  # type: ignore[no-untyped-call, no-any-return]
-            x, weight, bias, self.group, self.sequence_parallel
-        )
+        return row_linear(x, weight, bias, self.group, self.sequence_parallel)

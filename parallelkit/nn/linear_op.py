@@ -287,6 +287,9 @@ def parameter_gradients(
     kernels: str,
 ) -> tuple[Tensor | None, Tensor | None]:
     """dW and db for autograd to add; None where nobody wants them or they are in place already."""
+    if torch.compiler.is_compiling():  # a graph can add to nothing in place
+        dweight, dbias = ops.weight_gradient(dz, x, needs_bias, weight.dtype, kernels)
+        return dweight if needs_weight else None, dbias if needs_bias else None
     if not needs_weight:
         wide = torch.float64 if dz.dtype == torch.float64 else torch.float32
         return None, dz.sum(0, dtype=wide) if needs_bias else None
@@ -302,7 +305,7 @@ def parameter_gradients(
 
 def _buffer(parameter: Tensor | None, x: Tensor) -> Tensor | None:
     """A parameter's gradient buffer, where it may be added to now."""
-    if not _in_place or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not _in_place or torch.is_grad_enabled():
         return None
     if parameter is None or not parameter.is_leaf or parameter.grad is None:
         return None

@@ -150,7 +150,7 @@ def _replace(
                 module._parameters[name] = made[id(parameter)]
     for parent_name, layers in siblings.items():
         if len(layers) > 1 or sequence_parallel and is_attention(modules[parent_name]):
-            shared = SharedInput(len(layers))
+            shared = SharedInput(layers)
             for layer in layers:
                 layer.shared_input = shared
         if is_attention(modules[parent_name]) and not any(c.gather_output for c in layers):

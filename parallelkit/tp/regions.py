@@ -120,10 +120,15 @@ def _gather_at_entrance(attention: nn.Module) -> None:
     assert isinstance(column, ColumnParallelLinear)
     shared = column.shared_input
     assert shared is not None
-    shared.readers += 1  # the attention module itself
+    shared.early = True
+
+    def entered(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return column.enter(x)
+        return shared.enter(x).x
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_first(args, kwargs, lambda x: shared.enter(x, column.enter))
+        return _with_first(args, kwargs, entered)
 
     attention.register_forward_pre_hook(enter, with_kwargs=True)
 

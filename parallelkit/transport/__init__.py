@@ -81,6 +81,12 @@ class Transport(Protocol):
         """
         ...
 
+    def start_reduce_scatter(
+        self, prepared: Any, shard: torch.Tensor, call: Call, told: bytes
+    ) -> Pending:
+        """`reduce_scatter` in the background, as `start_all_reduce`."""
+        ...
+
     def reduce_scatter(self, prepared: Any, shard: torch.Tensor, call: Call) -> Reply:
         """This rank's part of the one prepared 1-D tensor, into `shard`."""
         ...

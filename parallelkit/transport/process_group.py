@@ -230,18 +230,26 @@ class ProcessGroup:
     def start_all_reduce(
         self, prepared: list[torch.Tensor], call: Call, told: bytes
     ) -> _Background:
+        return self._start(lambda: self._all_reduce(prepared, call), told)
+
+    def start_reduce_scatter(
+        self, prepared: list[torch.Tensor], shard: torch.Tensor, call: Call, told: bytes
+    ) -> _Background:
+        return self._start(lambda: self._reduce_scatter(prepared[0], shard, call), told)
+
+    def _start(self, collective: Callable[[], Reply], told: bytes) -> _Background:
+        def explained() -> Reply:
+            reply = collective()
+            if reply.outcome == "layouts":  # not here: a peer comes again in row-major order
+                reply = collective()
+            if reply.outcome == "done":
+                return reply
+            return reply._replace(heard=self._exchange(told, 0)[1])
+
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="parallelkit")
-        self._last = self._executor.submit(self._explained_all_reduce, prepared, call, told)
+        self._last = self._executor.submit(explained)
         return _Background(self, self._last)
-
-    def _explained_all_reduce(self, prepared: list[torch.Tensor], call: Call, told: bytes) -> Reply:
-        reply = self._all_reduce(prepared, call)
-        if reply.outcome == "layouts":  # not here: a peer comes again in row-major order
-            reply = self._all_reduce(prepared, call)
-        if reply.outcome == "done":
-            return reply
-        return reply._replace(heard=self._exchange(told, 0)[1])
 
     def _result(self, future: Future[Reply]) -> Reply:
         try:

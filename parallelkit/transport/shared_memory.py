@@ -170,6 +170,13 @@ class SharedMemory:
         task = self._native().start_all_reduce(prepared, *call, torch.get_num_threads(), told)
         return _Background(self, task)
 
+    def start_reduce_scatter(
+        self, prepared: Any, shard: torch.Tensor, call: Call, told: bytes
+    ) -> _Background:
+        place = shard.data_ptr(), _row_bytes(shard)
+        start = self._native().start_reduce_scatter
+        return _Background(self, start(prepared, *place, *call, torch.get_num_threads(), told))
+
     def reduce_scatter(
         self, prepared: Any, shard: torch.Tensor, call: Call, unit_bytes: int = 0
     ) -> Reply:
@@ -185,7 +192,7 @@ class SharedMemory:
     def _sharded(
         self, collective: Any, prepared: Any, shard: torch.Tensor, call: Call, unit_bytes: int
     ) -> Reply:
-        unit = unit_bytes or shard.element_size() * math.prod(shard.shape[1:])
+        unit = unit_bytes or _row_bytes(shard)
         return self._reply(
             collective(prepared, shard.data_ptr(), unit, *call, torch.get_num_threads())
         )
@@ -214,3 +221,7 @@ class SharedMemory:
         if self._comm is not None:
             self._comm.leave()
             self._comm = None
+
+
+def _row_bytes(shard: torch.Tensor) -> int:
+    return shard.element_size() * math.prod(shard.shape[1:])

@@ -128,7 +128,11 @@ class Rank {
     require(result.outcome == Outcome::mismatch, "ranks that disagree are told");
     require(data[4999] == value(rank_, 4999), "a refused all-reduce changes nothing");
     const std::string told(1, char('a' + rank_));
-    const Result explained = comm_.explained_all_reduce(list(data, 5000), odd, all_.threads, told);
+    const Result explained = comm_.explained(
+        [&](const Communicator::Interrupted& stop) {
+          return comm_.all_reduce(list(data, 5000), odd, all_.threads, stop);
+        },
+        told);
     require(explained.outcome == Outcome::mismatch, "ranks that disagree are told");
     for (int r = 0; r < all_.size; ++r) {
       require(explained.heard[std::size_t(r)] == std::string(1, char('a' + r)), "and told why");
