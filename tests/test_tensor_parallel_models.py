@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 import parallelkit as pk
@@ -109,9 +110,17 @@ def worst(found, wanted):
 
 def differing_bits(group, model):
     """Names of parameters that every rank has whole, but not with the same bits."""
-    replicated = {n: p for n, p in model.named_parameters() if not hasattr(p, "tp_split_dim")}
-    told = group._gather_objects({n: p.detach().numpy().tobytes() for n, p in replicated.items()})
-    return [n for n in replicated if len({rank[n] for rank in told}) > 1]
+    alike = {n: getattr(p, "tp_split", None) for n, p in model.named_parameters()}
+    copies = {n: group.size if split is None else split.copies for n, split in alike.items()}
+    told = group._gather_objects(
+        {n: p.detach().numpy().tobytes() for n, p in model.named_parameters()}
+    )
+    return [
+        name
+        for name, count in copies.items()
+        for first in range(0, group.size, count)
+        if len({rank[name] for rank in told[first : first + count]}) > 1
+    ]
 
 
 def compare(group, names, sequence_parallel, dtype):
@@ -194,7 +203,15 @@ def refusals(group):
             messages[what] = str(error)
         assert before == {n: (id(m), type(m)) for n, m in model.named_modules()}, what
 
-    note("key-value heads", build("llama"), group)
+    uneven = hf.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=12, num_key_value_heads=3,
+    )  # fmt: skip
+    note("key-value heads", hf.LlamaForCausalLM(uneven), group)
+    unknown = build("llama")
+    for layer in unknown.model.layers:
+        del layer.self_attn.num_key_value_groups
+    note("its own attention", unknown, group)
     note("style", build("llama-4"), group, {"model.layers.*.mlp": "moe_tp_experts"})
     note("name", build("llama-4"), group, {"model.layers.*.mlp.down": "rowwise"})
     moe = hf.MixtralForCausalLM(
@@ -261,9 +278,41 @@ def on_two_ranks(group, folder):
     }
 
 
+def fewer_heads_than_ranks(group):
+    """Two key-value heads on four ranks: each on two neighbours, in memory, norms and files."""
+    whole = build("qwen2").to(torch.float32)
+    split = pk.tensor_parallel(copy.deepcopy(whole), group)
+    attention = split.model.layers[0].self_attn
+    width = HIDDEN // 4
+    assert attention.k_proj.weight.shape == (width, HIDDEN)
+    assert attention.q_proj.weight.shape == (width, HIDDEN)
+    start = group.rank // 2 * width
+    kept = whole.model.layers[0].self_attn.k_proj.weight[start : start + width]
+    assert torch.equal(attention.k_proj.weight, kept)
+
+    single = pk.Group(dist.new_group([group.rank], use_local_synchronization=True))
+    norms = []
+    for model in (split, whole):
+        optimizer = pk.ShardedAdamW(model.parameters(), group=single, max_grad_norm=0.5)
+        run(model, batch())
+        optimizer.step()
+        norms.append(optimizer.last_grad_norm)
+    state = pk.gather_state_dict(split)
+    after_step = max(worst(state[n], t) for n, t in whole.state_dict().items())
+    other = build("qwen2").to(torch.float32)
+    for parameter in other.parameters():
+        parameter.data.mul_(0.5)
+    other = pk.tensor_parallel(other, group)
+    pk.load_full_state_dict(other, whole.state_dict())
+    with torch.no_grad():
+        logits = [m(input_ids=batch()).logits for m in (other, whole, copy.deepcopy(split))]
+    return abs(norms[0] / norms[1] - 1), after_step, *(worst(y, logits[1]) for y in logits)
+
+
 def on_four_ranks(group):
-    names = ["llama-tied-4", "gpt2", "bert"]
+    names = ["llama-tied-4", "gpt2", "bert", "llama", "qwen2", "qwen3"]
     return {
+        "fewer heads": fewer_heads_than_ranks(group),
         "whole sequences": compare(group, names, False, torch.float32),
         "sharded sequences": compare(group, names, True, torch.float32),
         "refused": refusals(group),
@@ -293,6 +342,11 @@ def test_the_same_on_four_ranks_in_float32(four):
     check([rank["sharded sequences"] for rank in four], 1e-5)
 
 
+def test_with_fewer_key_value_heads_than_ranks_neighbours_have_the_same(four):
+    for rank in four:
+        assert max(rank["fewer heads"]) < 1e-4, rank["fewer heads"]
+
+
 def test_a_gathered_model_is_saved_and_loaded_as_transformers_does(two):
     assert [rank["saved and loaded"] for rank in two] == [[], []]
 
@@ -305,7 +359,8 @@ def test_what_cannot_be_split_is_one_value_error_on_every_rank_and_changes_nothi
     results = [rank["refused"] for rank in four]
     assert all(messages == results[0] for messages in results)
     parts = {
-        "key-value heads": "2 heads (num_key_value_heads) cannot be split over 4 ranks",
+        "key-value heads": "3 heads (num_key_value_heads) cannot be split over 4 ranks",
+        "its own attention": "2 heads (num_key_value_heads) cannot be split over 4 ranks",
         "style": "'moe_tp_experts', which is not supported",
         "name": "'model.layers.*.mlp.down' matches no module",
         "experts": "moe_tp_experts",

@@ -29,7 +29,8 @@ def as_dtensor(module: nn.Module) -> dict[str, DTensor]:
         Names as in `state_dict()`; parameters and buffers that are not split are replicated.
     Raises:
         InvalidArgumentError: nothing is split, several groups are in use, the group has no
-            processes, or fused blocks are split for themselves, which no placement describes.
+            processes, or fused blocks are split for themselves or several ranks have one part,
+            which no placement describes.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard  # half a second, seldom needed
 
@@ -47,10 +48,10 @@ def as_dtensor(module: nn.Module) -> dict[str, DTensor]:
         if split is None:
             views[name] = DTensor.from_local(tensor.detach(), mesh, [Replicate()], run_check=False)
             continue
-        if split.blocks > 1:
+        if split.blocks > 1 or split.copies > 1:
             raise InvalidArgumentError(
-                f"as_dtensor: {name} is {split.blocks} fused blocks, each split for itself; "
-                "use pk.gather_state_dict"
+                f"as_dtensor: {name} is {split.blocks} fused blocks, each split for itself, "
+                f"with {split.copies} ranks for each part; use pk.gather_state_dict"
             )
         shape[split.dim] = split.length
         stride = torch.empty(shape, device="meta").stride()

@@ -69,7 +69,7 @@ class SplitLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.group = default_group(group)
         self.sequence_parallel = sequence_parallel
-        self.blocks = 1
+        self.blocks = self.copies = 1  # of the split
         self.transposed = False  # whether the parameter is [in, out], as transformers' Conv1D
         self._splits_bias = self.split_dim == 0
         shape = [out_features, in_features]
@@ -87,9 +87,9 @@ class SplitLinear(nn.Module):
     def _mark(self) -> None:
         length = self.out_features if self.split_dim == 0 else self.in_features
         dim = self.split_dim ^ self.transposed
-        Split(self.group, dim, length, self.blocks).mark(self.weight)
+        Split(self.group, dim, length, self.blocks, self.copies).mark(self.weight)
         if self.bias is not None and self._splits_bias:
-            Split(self.group, 0, length, self.blocks).mark(self.bias)
+            Split(self.group, 0, length, self.blocks, self.copies).mark(self.bias)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -108,9 +108,9 @@ class SplitLinear(nn.Module):
                 bias_split = split_of(self.bias)
                 self.bias.copy_(whole if bias_split is None else bias_split.take(whole))
 
-    def _take(self, linear: nn.Module, transposed: bool, blocks: int) -> None:
+    def _take(self, linear: nn.Module, transposed: bool, blocks: int, copies: int = 1) -> None:
         """Become this rank's part of a whole layer; parameters keep their requires_grad."""
-        self.blocks, self.transposed = blocks, transposed
+        self.blocks, self.copies, self.transposed = blocks, copies, transposed
         self._mark()
         split, whole = split_of(self.weight), linear.weight
         assert split is not None and isinstance(whole, Tensor)
@@ -153,12 +153,16 @@ class SplitLinear(nn.Module):
             made.bias = nn.Parameter(bias, self.bias.requires_grad)
         return made.train(self.training)
 
-    def _weight(self) -> Tensor:
-        """[out, in]"""
-        return self.weight.t() if self.transposed else self.weight
+    def operands(self) -> tuple[Tensor, Tensor | None]:
+        """This rank's weight as [out, in], and bias."""
+        weight, bias = self.weight.t() if self.transposed else self.weight, self.bias
+        split = split_of(self.weight)
+        if split is not None and split.copies > 1:
+            return split.shared(weight), None if bias is None else split.shared(bias)
+        return weight, bias
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        return cast_for_autocast(x, self._weight(), self.bias)  # type: ignore[no-any-return]
+        return cast_for_autocast(x, *self.operands())  # type: ignore[no-any-return]
 
     def _tokens(self, x: Tensor) -> None:
         if x.ndim < 2:
@@ -218,10 +222,6 @@ class ColumnParallelLinear(SplitLinear):
         super().__init__(in_features, out_features, bias, group, sequence_parallel, device, dtype)
         self.gather_output, self.activation = gather_output, activation
         self.shared_input: SharedInput | None = None  # with its siblings
-
-    def operands(self) -> tuple[Tensor, Tensor | None]:
-        """This rank's weight [N, K] and bias."""
-        return self._weight(), self.bias
 
     def whole_tokens(self, x: Tensor) -> int | None:
         """With sequence_parallel, how long dimension -2 of x is over all ranks; collective."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from parallelkit.collectives import shard_bounds
 from parallelkit.group import Group
@@ -25,17 +28,32 @@ class Split:
     """A tensor cut along `dim` as `shard_bounds` does; with `blocks`, each of them for itself.
 
     Fused projections [q | k | v] are three blocks: every rank has its part of each.
+
+    With `copies`, that many neighbouring ranks have the same shard, as where there are fewer
+    key-value heads than ranks. Each uses it for its own part of the work: `shared` lets it take
+    part in that with a gradient that is the sum over the copies.
     """
 
     group: Group
     dim: int
     length: int
     blocks: int = 1
+    copies: int = 1  # divides the number of ranks
+
+    @property
+    def shards(self) -> int:
+        """How many different shards there are."""
+        return self.group.size // self.copies
+
+    @property
+    def index(self) -> int:
+        """Which of them this rank has."""
+        return self.group.rank // self.copies
 
     def ranges(self) -> list[tuple[int, int]]:
         """This rank's parts of the whole."""
         each = self.length // self.blocks
-        start, stop = shard_bounds(each, self.group.size, self.group.rank)
+        start, stop = shard_bounds(each, self.shards, self.index)
         return [(block * each + start, block * each + stop) for block in range(self.blocks)]
 
     def take(self, whole: Tensor) -> Tensor:
@@ -51,16 +69,43 @@ class Split:
         """The whole tensor of every rank's shard; collective."""
         each = self.length // self.blocks
         parts = [
-            exchange.all_gather(part, self.dim, each, self.group)
+            exchange.all_gather(part, self.dim, each * self.copies, self.group)
             for part in shard.detach().tensor_split(self.blocks, self.dim)
         ]
+        if self.copies > 1:
+            parts = [self._first_copies(part) for part in parts]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]
+
+    def _first_copies(self, gathered: Tensor) -> Tensor:
+        alike = gathered.unflatten(self.dim, (self.shards, self.copies, -1))
+        return alike.select(self.dim + 1, 0).flatten(self.dim, self.dim + 1)
+
+    def shared(self, shard: Tensor) -> Tensor:
+        """The shard, its gradient summed over the ranks that have the same."""
+        return _Shared.apply(shard, self) if self.copies > 1 else shard  # type: ignore[no-untyped-call, no-any-return]
 
     def mark(self, parameter: Tensor) -> None:
         """Let optimizers, checkpoints and gathering know that the parameter is a shard."""
         parameter.tp_split = self  # type: ignore[attr-defined]
-        parameter.tp_group = self.group  # type: ignore[attr-defined]
         parameter.tp_split_dim = self.dim  # type: ignore[attr-defined]
+        if self.group.rank % self.copies == 0:  # a norm over the group counts one copy
+            parameter.tp_group = self.group  # type: ignore[attr-defined]
+
+
+class _Shared(Function):
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, split: Split) -> Tensor:
+        ctx.split = split
+        return shard.view_as(shard)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # One sum over all ranks, in which each shard has its place.
+        split = ctx.split
+        places = gradient.new_zeros(split.shards, *gradient.shape)
+        places[split.index] = gradient
+        return exchange.all_reduce(places, split.group)[split.index].clone(), None
 
 
 def split_of(parameter: Tensor) -> Split | None:

@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 Model = TypeVar("Model", bound=nn.Module)
 
 # What attention modules keep about all heads that their code applies to the projections' outputs.
-_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size", "all_head_size")
+_COUNTS = ("num_heads", "num_attention_heads", "split_size", "all_head_size")
 
 
 def tensor_parallel(
@@ -154,10 +154,18 @@ def _replace(
             for layer in layers:
                 layer.shared_input = shared
         if is_attention(modules[parent_name]) and not any(c.gather_output for c in layers):
-            for name in _COUNTS:
-                count = getattr(modules[parent_name], name, None)
-                if isinstance(count, int):
-                    setattr(modules[parent_name], name, count // group.size)
+            copies = max(layer.copies for layer in layers)
+            _count_own_heads(modules[parent_name], group.size, copies)
+
+
+def _count_own_heads(attention: nn.Module, size: int, copies: int) -> None:
+    """Let an attention module count this rank's heads, of which key-value ones have `copies`."""
+    counts = dict.fromkeys(_COUNTS, size)
+    counts |= {"num_key_value_heads": size // copies, "num_key_value_groups": copies}
+    for name, parts in counts.items():
+        count = getattr(attention, name, None)
+        if isinstance(count, int):
+            setattr(attention, name, count // parts)
 
 
 def _inside_stack(model: nn.Module, planned: list[Planned]) -> set[str]:
@@ -192,7 +200,7 @@ def _split(old: nn.Module, group: Group, each: Planned, sequence_parallel: bool)
     else:
         options["input_is_parallel"] = each.style != "rowwise_split_input"
         new = RowParallelLinear(*arguments, **options)
-    new._take(old, transposed=is_conv1d(old), blocks=each.blocks)
+    new._take(old, is_conv1d(old), each.blocks, each.copies)
     return new
 
 

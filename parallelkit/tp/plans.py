@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -69,6 +69,7 @@ class Planned:
     name: str
     style: str
     blocks: int = 1  # of a fused projection
+    copies: int = 1  # neighbouring ranks that have the same part
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -123,13 +124,14 @@ def resolve(model: nn.Module, plan: str | Mapping[str, str], size: int) -> list[
         raise InvalidArgumentError(
             f"tensor_parallel: the plan splits nothing of {type(model).__name__}"
         )
-    planned = [
-        Planned(name, found[name], blocks.get(name, 2) if "packed" in found[name] else 1)
-        for name in modules
-        if name in found
-    ]
-    for each in planned:
-        _check(each, modules, getattr(model, "config", None), size)
+    config = getattr(model, "config", None)
+    planned = []
+    for name in modules:
+        if name in found:
+            count = blocks.get(name, 2) if "packed" in found[name] else 1
+            each = Planned(name, found[name], count)
+            _check(each, modules, config, size)
+            planned.append(replace(each, copies=_copies(each, modules, config, size)))
     return planned
 
 
@@ -232,11 +234,49 @@ def _check(each: Planned, modules: dict[str, nn.Module], config: Any, size: int)
     if is_attention(parent) and style in ("colwise", "packed_colwise"):
         for count in ("num_attention_heads", "num_key_value_heads"):
             heads = _heads(parent, config, count)
-            if heads is not None and heads % size:
+            if heads is None or heads % size == 0:
+                continue
+            if count == "num_attention_heads" or not _copies_of_heads(each, parent, config, size):
                 raise InvalidArgumentError(
-                    f"{where}: {heads} heads ({count}) cannot be split over {size} ranks; "
-                    f"use a group whose size divides {heads}, or leave attention out of the plan"
+                    f"{where}: {heads} heads ({count}) cannot be split over {size} ranks; use a "
+                    f"group whose size divides {heads}, or leave attention out of the plan"
                 )
+
+
+def _copies(each: Planned, modules: dict[str, nn.Module], config: Any, size: int) -> int:
+    """How many neighbouring ranks get the same part of a module that passed `_check`."""
+    parent = modules[each.name.rpartition(".")[0]]
+    if each.style != "colwise" or not is_attention(parent):
+        return 1
+    copies, width = _copies_of_heads(each, parent, config, size), _head_width(parent, config)
+    weight = modules[each.name].weight
+    assert isinstance(weight, nn.Parameter)
+    heads = _heads(parent, config, "num_key_value_heads")
+    return copies if copies and heads and width and len(weight) == heads * width else 1
+
+
+def _copies_of_heads(each: Planned, attention: nn.Module, config: Any, size: int) -> int | None:
+    """How many ranks share each key-value head where those are fewer than ranks.
+
+    None where there are not, they do not come out even, or the module does not let its count of
+    query heads for each be changed.
+    """
+    heads = _heads(attention, config, "num_key_value_heads")
+    if each.style != "colwise" or not heads or heads >= size or size % heads:
+        return None
+    known = hasattr(attention, "num_key_value_groups") and _head_width(attention, config)
+    return size // heads if known else None
+
+
+def _head_width(attention: nn.Module, config: Any) -> int | None:
+    """Features of one head."""
+    for holder in (attention, config):
+        width = getattr(holder, "head_dim", None)
+        if isinstance(width, int):
+            return width
+    heads = _heads(attention, config, "num_attention_heads")
+    hidden = getattr(config, "hidden_size", None)
+    return hidden // heads if heads and isinstance(hidden, int) else None
 
 
 def _can_split_embedding(module: nn.Module) -> bool:
