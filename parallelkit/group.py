@@ -47,6 +47,7 @@ class Group:
         size: the number of ranks.
         device: as given.
         id: a number of its own in this process.
+        mesh: the one of `from_mesh`; else None.
         scratch: memory of `empty` that nobody uses now, for parallelkit.nn.
         timeout: as given.
         transport: "single", "shared-memory" (CPU ranks of one host), "hierarchical" (shared memory
@@ -97,7 +98,10 @@ class Group:
                 f"Group.from_mesh: device_mesh must have one dimension, got {device_mesh.ndim}; "
                 'take one of them, for example mesh["dp"]'
             )
-        return cls(device_mesh.get_group(), device=device, timeout=timeout, algorithm=algorithm)
+        group = device_mesh.get_group()
+        made = cls(group, device=device, timeout=timeout, algorithm=algorithm)
+        made.mesh = device_mesh
+        return made
 
     @classmethod
     def _virtual(cls, rank: int, size: int, mapper: Mapper, timeout: timedelta) -> Group:
@@ -115,6 +119,7 @@ class Group:
         self._transport = transport
         self.transport = transport.name
         self._unusable: str | None = None
+        self.mesh: DeviceMesh | None = None
         self.scratch: dict[torch.dtype, list[Any]] = {}
         self.id = next(_ids)
         _alive[self.id] = self

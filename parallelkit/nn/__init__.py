@@ -6,15 +6,17 @@ loss          cross entropy of split logits
 functional    exchanges of activations with their conjugates; the fused linear operator
 random        random numbers that differ between ranks
 gradients     sums for parameters that every rank has whole
+column_op     the column layer as a function, row_op the row layer
+shared_input  one entry into the group for sibling layers
 dtensor       weights as DTensors
 split         how a tensor is cut
-exchange      what travels between ranks
+exchange      what travels between ranks, over sums in term
 """
 
 from __future__ import annotations
 
 from parallelkit.nn import functional
-from parallelkit.nn.dtensor import as_dtensor
+from parallelkit.nn.dtensor import as_dtensor, install_dtensors
 from parallelkit.nn.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from parallelkit.nn.gradients import sum_gradients
 from parallelkit.nn.linear import ColumnParallelLinear, RowParallelLinear
@@ -27,6 +29,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "as_dtensor",
     "functional",
+    "install_dtensors",
     "split_random",
     "sum_gradients",
 ]

@@ -15,7 +15,7 @@ from parallelkit.nn.split import split_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["as_dtensor"]
+__all__ = ["as_dtensor", "install_dtensors"]
 
 
 def as_dtensor(module: nn.Module) -> dict[str, DTensor]:
@@ -62,7 +62,37 @@ def as_dtensor(module: nn.Module) -> dict[str, DTensor]:
     return views
 
 
+def install_dtensors(module: nn.Module) -> None:
+    """Let a module's split parameters be DTensors, so that torch's own wrappers know the split.
+
+    For `torch.distributed.fsdp.fully_shard` over the other dimension of a mesh, after
+    `pk.tensor_parallel` over a group made from this one. Whole parameters stay as they are. From
+    then on the model's state is torch's to gather and save (torch.distributed.checkpoint), not
+    `pk.gather_state_dict`'s.
+
+    Raises:
+        InvalidArgumentError: as `as_dtensor`, with nothing changed; or gradients that are summed by
+            hooks (`sum_gradients`), which a wrapper that replaces parameters would lose.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    hooked = [name for name, p in parameters.items() if hasattr(p, "tp_summed_over")]
+    if hooked:
+        raise InvalidArgumentError(
+            f"install_dtensors: the gradient of {hooked[0]} is summed over the ranks by a hook of "
+            "its parameter, which would be lost; split without sequence_parallel"
+        )
+    made: dict[int, nn.Parameter] = {}  # tied parameters stay one
+    for name, view in as_dtensor(module).items():
+        parameter = parameters.get(name)
+        if parameter is not None and split_of(parameter) is not None:
+            parent, _, child = name.rpartition(".")
+            new = made.setdefault(id(parameter), nn.Parameter(view, parameter.requires_grad))
+            module.get_submodule(parent)._parameters[child] = new
+
+
 def _mesh_of(group: Group) -> DeviceMesh:
+    if group.mesh is not None:
+        return group.mesh
     if group._process_group is None:
         raise InvalidArgumentError(
             "as_dtensor: the group must be one of torch.distributed; start it before pk.init()"

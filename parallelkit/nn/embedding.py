@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallelkit.errors import InvalidArgumentError
 from parallelkit.group import Group, default_group
 from parallelkit.nn.functional import gather_from_group, reduce_from_group
-from parallelkit.nn.split import Split, draw_shard
+from parallelkit.nn.split import Split, draw_shard, local_part
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -151,13 +151,14 @@ class VocabParallelEmbedding(SplitEmbedding):
     def forward(self, ids: Tensor) -> Tensor:
         """The ids' rows of the whole table."""
         self._check(ids)
+        weight = local_part(self.weight)
         start, stop = self._range
         if start == stop:  # sums need this rank's gradient graph too
-            nothing = self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
+            nothing = weight.new_zeros(*ids.shape, self.embedding_dim) + weight.sum()
             return reduce_from_group(nothing, self.group)
         elsewhere = (ids < start) | (ids >= stop)
         local = (ids - start).masked_fill(elsewhere, 0)
-        y = F.embedding(local, self.weight, self._padding_row())
+        y = F.embedding(local, weight, self._padding_row())
         return reduce_from_group(y.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
@@ -172,4 +173,5 @@ class FeatureParallelEmbedding(SplitEmbedding):
     def forward(self, ids: Tensor) -> Tensor:
         """The ids' rows of the whole table."""
         self._check(ids)
-        return gather_from_group(F.embedding(ids, self.weight, self._padding_row()), self.group)
+        y = F.embedding(ids, local_part(self.weight), self._padding_row())
+        return gather_from_group(y, self.group)

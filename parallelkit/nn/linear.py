@@ -34,7 +34,7 @@ from parallelkit.nn.functional import (
 from parallelkit.nn.linear_op import cast_for_autocast, check, linear
 from parallelkit.nn.row_op import row_linear
 from parallelkit.nn.shared_input import SharedInput
-from parallelkit.nn.split import Split, draw_shard, split_of
+from parallelkit.nn.split import Split, draw_shard, local_part, split_of
 from parallelkit.nn.torch_products import ACTIVATIONS
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class SplitLinear(nn.Module):
     def _mark(self) -> None:
         length = self.out_features if self.split_dim == 0 else self.in_features
         dim = self.split_dim ^ self.transposed
-        Split(self.group, dim, length, self.blocks, self.copies).mark(self.weight)
+        self._split = Split(self.group, dim, length, self.blocks, self.copies)
+        self._split.mark(self.weight)
         if self.bias is not None and self._splits_bias:
             Split(self.group, 0, length, self.blocks, self.copies).mark(self.bias)
 
@@ -155,10 +156,10 @@ class SplitLinear(nn.Module):
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
         """This rank's weight as [out, in], and bias."""
-        weight, bias = self.weight.t() if self.transposed else self.weight, self.bias
-        split = split_of(self.weight)
-        if split is not None and split.copies > 1:
-            return split.shared(weight), None if bias is None else split.shared(bias)
+        weight, bias = local_part(self.weight), self.bias
+        weight = self._split.shared(weight.t() if self.transposed else weight)
+        if bias is not None and self._splits_bias:
+            bias = self._split.shared(local_part(bias))  # type: ignore[assignment]
         return weight, bias
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -14,7 +14,7 @@ from parallelkit.collectives import shard_bounds
 from parallelkit.group import Group
 from parallelkit.nn import exchange
 
-__all__ = ["Split", "draw_shard", "split_of"]
+__all__ = ["Split", "draw_shard", "local_part", "split_of"]
 
 Tensor = torch.Tensor
 
@@ -77,12 +77,14 @@ class Split:
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]
 
     def _first_copies(self, gathered: Tensor) -> Tensor:
-        alike = gathered.unflatten(self.dim, (self.shards, self.copies, -1))
+        alike: Tensor = gathered.unflatten(self.dim, (self.shards, self.copies, -1))
         return alike.select(self.dim + 1, 0).flatten(self.dim, self.dim + 1)
 
     def shared(self, shard: Tensor) -> Tensor:
         """The shard, its gradient summed over the ranks that have the same."""
-        return _Shared.apply(shard, self) if self.copies > 1 else shard  # type: ignore[no-untyped-call, no-any-return]
+        if self.copies > 1:
+            shard = _Shared.apply(shard, self)  # type: ignore[no-untyped-call]
+        return shard
 
     def mark(self, parameter: Tensor) -> None:
         """Let optimizers, checkpoints and gathering know that the parameter is a shard."""
@@ -106,6 +108,13 @@ class _Shared(Function):
         places = gradient.new_zeros(split.shards, *gradient.shape)
         places[split.index] = gradient
         return exchange.all_reduce(places, split.group)[split.index].clone(), None
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """A rank's own part of a parameter that may have been made a DTensor."""
+    if hasattr(type(parameter), "to_local"):
+        parameter = parameter.to_local()  # type: ignore[attr-defined]
+    return parameter
 
 
 def split_of(parameter: Tensor) -> Split | None:

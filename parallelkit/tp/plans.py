@@ -128,8 +128,7 @@ def resolve(model: nn.Module, plan: str | Mapping[str, str], size: int) -> list[
     planned = []
     for name in modules:
         if name in found:
-            count = blocks.get(name, 2) if "packed" in found[name] else 1
-            each = Planned(name, found[name], count)
+            each = Planned(name, found[name], blocks.get(name, 2) if "packed" in found[name] else 1)
             _check(each, modules, config, size)
             planned.append(replace(each, copies=_copies(each, modules, config, size)))
     return planned
