@@ -350,6 +350,13 @@ def test_the_sum_of_dx_travels_while_the_weights_gradients_are_computed(siblings
         assert error < 1e-5
 
 
+def test_so_it_does_over_torch_distributed(monkeypatch):
+    monkeypatch.setenv("PARALLELKIT_ALGORITHM", "reference")
+    for events, error in pk.testing.run_ranks(overlaps, 2, True, True):
+        assert events == ["scatter", "dW", "dW", "dW"]
+        assert error < 1e-5
+
+
 def frozen_parts(group):
     """What needs no gradient gets none, beside siblings that do."""
     torch.manual_seed(0)
@@ -398,6 +405,7 @@ def bad_calls(group):
         lambda: pk.nn.RowParallelLinear(4, 6, group=group, sequence_parallel=True)(torch.ones(2)),
         lambda: pk.nn.ColumnParallelLinear(4, 6, group="all"),
         lambda: pk.nn.functional.gather_from_group(torch.ones(1 + 2 * group.rank), group),
+        lambda: pk.nn.functional.gather_from_group(torch.ones(3), group, length=5),
         lambda: pk.nn.functional.gather_from_group(torch.ones(3), group, 1),
         lambda: pk.nn.functional.gather_from_group(torch.ones(3), group, grad="sum"),
         lambda: pk.nn.functional.reduce_from_group(torch.ones(2 + group.rank), group),
@@ -421,6 +429,7 @@ def test_wrong_calls_say_what_was_wanted_and_the_group_stays_usable():
             "with sequence_parallel, x must be [tokens, hidden]",
             "InvalidTypeError: group must be a parallelkit.Group or a DeviceMesh",
             "the ranks hold [1, 3]",
+            "must be 2 long, got 3 [rank 1 of 2]",
             "dim must be in [-1, 1)",
             'grad must be "replicated" or "partial"',
             "CollectiveMismatchError: tensor-parallel sum",

@@ -268,6 +268,30 @@ def with_dropout(group):
     return problems
 
 
+def compiled(group):
+    """Each way of compiling against the unsplit model; a second graph would be an error."""
+
+    def one_layer():
+        model = build("llama")  # each layer takes seconds to trace
+        model.model.layers = model.model.layers[:1]
+        return model
+
+    differences = {}
+    whole = one_layer()
+    ids = batch()[:, :6]  # shards of one length
+    wanted = run(whole, ids)
+    reference = {n: p.grad for n, p in whole.named_parameters()}
+    for sequence, backend in ((False, "aot_eager"), (True, "eager")):
+        torch._dynamo.reset()
+        split = pk.tensor_parallel(one_layer(), group, sequence_parallel=sequence)
+        found = torch.compile(split, backend=backend, fullgraph=True)(input_ids=ids, labels=ids)
+        found.loss.backward()
+        gradients = pk.gather_gradients(split)
+        gradient = max((worst(gradients[n], reference[n]), n) for n in reference)
+        differences[sequence, backend] = worst(found.logits, wanted.logits), gradient
+    return differences
+
+
 def on_two_ranks(group, folder):
     sharded = [name for name in ALL if name not in ("phi3", "opt", "minicpm3")]
     return {
@@ -275,6 +299,7 @@ def on_two_ranks(group, folder):
         "sharded sequences": compare(group, sharded, True, torch.float64),
         "saved and loaded": round_trip(group, folder),
         "dropout": with_dropout(group),
+        "compiled": compiled(group),
     }
 
 
@@ -349,6 +374,13 @@ def test_with_fewer_key_value_heads_than_ranks_neighbours_have_the_same(four):
 
 def test_a_gathered_model_is_saved_and_loaded_as_transformers_does(two):
     assert [rank["saved and loaded"] for rank in two] == [[], []]
+
+
+def test_a_compiled_model_is_one_graph_with_the_same_logits_and_gradients(two):
+    for rank in two:
+        assert len(rank["compiled"]) == 2
+        for way, (logits, gradient) in rank["compiled"].items():
+            assert logits < 1e-5 and gradient[0] < 1e-5, (way, logits, gradient)
 
 
 def test_dropout_keeps_replicas_equal_and_recomputation_draws_the_same_masks(two):

@@ -174,4 +174,4 @@ class FeatureParallelEmbedding(SplitEmbedding):
         """The ids' rows of the whole table."""
         self._check(ids)
         y = F.embedding(ids, local_part(self.weight), self._padding_row())
-        return gather_from_group(y, self.group)
+        return gather_from_group(y, self.group, length=self.embedding_dim)

@@ -49,8 +49,16 @@ def all_gather(x: Tensor, dim: int, length: int, group: Group) -> Tensor:
     if whole.numel() > 0:
         flat, transport = whole.view(length, -1), group._usable()
         mine = shard.view(len(shard), flat.shape[1])
-        reply = transport.all_gather(transport.prepare([flat]), mine, total_of(flat))
-        check_reply(reply, group, "all-gather", whole)
+        start, stop = shard_bounds(length, group.size, group.rank)
+        fault = None
+        if len(shard) != stop - start:
+            fault = InvalidArgumentError(
+                f"tensor-parallel all-gather: a shard of {length} along dimension {dim} must be "
+                f"{stop - start} long, got {len(shard)}"
+            )
+        call = total_of(flat)._replace(fault=fault is not None)
+        reply = transport.all_gather(transport.prepare([flat]), mine, call)
+        check_reply(reply, group, "all-gather", whole, fault)
     return _back(whole, dim)
 
 

@@ -66,7 +66,12 @@ def reduce_from_group(x: Tensor, group: AnyGroup = None) -> Tensor:
 
 
 def gather_from_group(
-    x: Tensor, group: AnyGroup = None, dim: int = -1, *, grad: str = "replicated"
+    x: Tensor,
+    group: AnyGroup = None,
+    dim: int = -1,
+    *,
+    grad: str = "replicated",
+    length: int | None = None,
 ) -> Tensor:
     """The tensor of which every rank has a shard.
 
@@ -77,6 +82,8 @@ def gather_from_group(
         grad: "replicated" where all ranks do the same with the result, so each has the whole
             gradient and keeps its slice; "partial" where what follows differs by rank, so the
             gradients are terms of a sum: they are reduce-scattered.
+        length: how long the whole is along `dim`, equal on every rank. Default: the ranks ask each
+            other, or in a graph of torch.compile take their shards for equally long.
     Raises:
         InvalidArgumentError: a bad `dim` or `grad`, or shards cut otherwise.
     """
@@ -86,7 +93,8 @@ def gather_from_group(
             f'gather_from_group: grad must be "replicated" or "partial", got {grad!r}'
         )
     dim = _dimension("gather_from_group", x, dim)
-    length = exchange.whole_length(x, dim, group)
+    if length is None:
+        length = exchange.whole_length(x, dim, group)
     return _Gather.apply(x, group, dim, length, grad == "partial")  # type: ignore[no-untyped-call, no-any-return]
 
 

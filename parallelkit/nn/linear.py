@@ -253,7 +253,10 @@ class ColumnParallelLinear(SplitLinear):
         else:
             tokens = self.whole_tokens(x)
             y = column_linear(x, weight, bias, self.activation, self.group, tokens)
-        return gather_from_group(y, self.group) if self.gather_output else y
+        if not self.gather_output:
+            return y
+        length = self.out_features if self.blocks == self.copies == 1 else None
+        return gather_from_group(y, self.group, length=length)
 
 
 class RowParallelLinear(SplitLinear):

@@ -14,7 +14,7 @@ import torch
 from parallelkit.agreement import refuse, tell
 from parallelkit.arguments import described, signature_of
 from parallelkit.collectives import shard_bounds
-from parallelkit.errors import InvalidTypeError
+from parallelkit.errors import InvalidArgumentError, InvalidTypeError
 from parallelkit.group import Group
 from parallelkit.ops import DTYPE_CODES
 from parallelkit.transport import REDUCTIONS, Call, Pending, Reply
@@ -58,11 +58,19 @@ def total_of(tensor: Tensor) -> Call:
     return Call(signature_of([tensor]), 0, 1.0, 1.0, REDUCTIONS["total"], False)
 
 
-def check_reply(reply: Reply, group: Group, name: str, tensor: Tensor) -> None:
+def check_reply(
+    reply: Reply,
+    group: Group,
+    name: str,
+    tensor: Tensor,
+    fault: InvalidArgumentError | None = None,
+) -> None:
     """Raise, the same on every rank, unless all went well."""
     if reply.outcome != "done":
         called = _called(name, tensor)
-        raise refuse(group._usable(), group.rank, reply.outcome, called, heard=reply.heard)
+        raise refuse(
+            group._usable(), group.rank, reply.outcome, called, fault=fault, heard=reply.heard
+        )
 
 
 def _called(name: str, tensor: Tensor) -> tuple[str, str]:

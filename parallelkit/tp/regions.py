@@ -136,9 +136,15 @@ def _gather_at_entrance(attention: nn.Module) -> None:
 def _shard_between(layers: nn.ModuleList, group: Group) -> None:
     """Cut the sequence before the first layer, put it together after the last."""
     random = SplitRandom(group)
+    tokens = 0  # of the sequence that is inside
+
+    def cut(x: Tensor) -> Tensor:
+        nonlocal tokens
+        tokens = x.shape[-2]
+        return scatter_to_group(x, group, -2)
 
     def scatter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        result = _with_first(args, kwargs, lambda x: scatter_to_group(x, group, -2))
+        result = _with_first(args, kwargs, cut)
         if module.training and _drops(layers):
             random.begin()
         return result
@@ -146,8 +152,8 @@ def _shard_between(layers: nn.ModuleList, group: Group) -> None:
     def gather(module: nn.Module, args: Any, y: Any) -> Any:
         random.end()
         if isinstance(y, tuple):
-            return (gather_from_group(y[0], group, -2), *y[1:])
-        return gather_from_group(y, group, -2)
+            return (gather_from_group(y[0], group, -2, length=tokens), *y[1:])
+        return gather_from_group(y, group, -2, length=tokens)
 
     layers[0].register_forward_pre_hook(scatter, with_kwargs=True)
     layers[-1].register_forward_hook(gather)
