@@ -44,7 +44,7 @@ from .group import Group, default_group
 from .optimizer import ShardedAdamW
 from .together import together
 
-__all__ = ["CheckpointError", "load", "save"]
+__all__ = ["CheckpointError", "exists", "load", "save"]
 
 T = TypeVar("T")
 
@@ -108,6 +108,11 @@ def save(
             shutil.rmtree(folder, ignore_errors=True)
         raise
     _together(group, make_current)
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a checkpoint to load. Not collective."""
+    return (Path(path) / "current").exists()
 
 
 def load(

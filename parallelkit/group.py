@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import rendezvous
 from .agreement import refuse
 from .errors import InvalidArgumentError, InvalidTypeError, UsageError
 from .transport import Transport
@@ -259,7 +260,7 @@ def init(device: torch.device | str | None = None, timeout: timedelta = _DEFAULT
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         backend = "nccl" if device is not None and torch.device(device).type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout)
+        rendezvous.start(backend, timeout)
         atexit.register(_leave_at_exit)  # Gloo's threads may not outlive the interpreter
     _default = Group(device=device, timeout=timeout)
     return _default

@@ -48,13 +48,13 @@ class GradientChecker:
 
     Args:
         model: gives the shape; its parameters are read anew at every check.
-        seed: draws the directions of the one rounding.
+        seed: draws, with the step, the directions of the one rounding.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self._double = copy.deepcopy(model).double()
         self._single = copy.deepcopy(model)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed = seed
 
     def check(
         self,
@@ -75,7 +75,8 @@ class GradientChecker:
         exact = gradients(self._double)
         backward(self._single, mean_of_means(shares))
         plain = gradients(self._single)
-        move_by_one_rounding(self._single, self._generator)
+        generator = torch.Generator().manual_seed(self._seed + step)
+        move_by_one_rounding(self._single, generator)
         backward(self._single, mean_over_tokens(whole))
         moved = gradients(self._single)
 

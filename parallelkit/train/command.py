@@ -64,6 +64,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=seed_number, default=0, metavar="N", help="(default: %(default)s)")
     add("--device", choices=("cpu", "cuda"), help="(default: cuda where every rank has a GPU)")
     add(
+        "--save",
+        type=Path,
+        metavar="FOLDER",
+        help="keep a checkpoint there: every --save-every steps and at the end; it replaces the "
+        "one before, which stays whole until then",
+    )
+    add(
+        "--save-every",
+        type=positive(int),
+        default=10,
+        metavar="N",
+        help="steps from one checkpoint to the next (default: %(default)s)",
+    )
+    add(
+        "--resume",
+        type=Path,
+        metavar="FOLDER",
+        help="go on from the checkpoint there, exactly, at any --nproc and --tp; if it is also the "
+        "folder of --save and empty, start afresh: with both, torchrun --max-restarts goes on "
+        "where a rank was lost",
+    )
+    add(
         "--out",
         type=Path,
         default=Path("build/train"),

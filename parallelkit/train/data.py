@@ -21,6 +21,7 @@ from ..errors import InvalidArgumentError
 from .model import IGNORED, START
 
 CONTEXT = 256  # bytes of the longest piece
+TEXT_BYTES = 16 << 20  # that are read, however many steps there are: a run can be prolonged
 
 
 @dataclass(frozen=True)

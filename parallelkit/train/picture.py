@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .report import ranks
-from .run import Result
+from .result import Result
 
 # Okabe and Ito's palette: told apart under every common colour blindness.
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 from ..group import Group
-from .run import Options, Result
+from .result import Result
+from .run import Options
 
 
 def heading(options: Options, group: Group) -> str:
@@ -59,7 +60,11 @@ def table(result: Result) -> str:
             "speed",
             f"{result.tokens_per_second:,.0f} tokens/s on {ranks(result.size)}, {result.transport}",
         ),
-        ("", "sent by a rank in a step", f"{result.bytes_per_step / 1e6:.2f} MB of gradients"),
+        (
+            "",
+            "sent by a rank in a step",
+            f"{result.bytes_per_step / 1e6:.2f} MB of gradients and parameters",
+        ),
     ]
     width = max(len(name) for _, name, _ in rows)
     return "\n".join(f"{ok:6}  {name:{width}}  {value}" for ok, name, value in rows)
