@@ -5,53 +5,32 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from .adamw import Setting
-from .buckets import Slot
+from .buckets import GradientBuckets
 from .data_parallel import DataParallel
-from .errors import (
-    CollectiveMismatchError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    ParallelKitError,
-    UsageError,
-)
+from .errors import ParallelKitError, UsageError
 from .group import Group, default_group
-from .ops import DTYPE_CODES
+from .optimizer_checks import STATE_DTYPES, check_alike, check_options, check_parameter
 from .optimizer_layout import Buffer, Member, local_of, place, place_like_gradients
-from .optimizer_state import StateFormat, checked_entries, load_entry, refresh_master, whole
-from .sharded_step import Squares, Step, Work, make_step
+from .optimizer_state import StateFormat, checked_entries, load_entry, pack, refresh_master, whole
+from .optimizer_step import (
+    Facts,
+    agree,
+    check_places,
+    global_norm,
+    hyper_parameters,
+    usable_gradient,
+    warn_of_nonfinite,
+)
+from .sharded_step import Step, make_step
+from .together import together
 
 __all__ = ["ShardedAdamW"]
-
-_STATE_DTYPES = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.bfloat16,
-    "int8": torch.int8,
-    torch.int8: torch.int8,
-}
-
-
-class _Facts(NamedTuple):
-    """What a rank tells the others before a step."""
-
-    used: bytes  # for each parameter, whether it has a gradient here
-    weight: float  # items that this rank's gradients stand for
-    settings: int  # hash of all hyper-parameters
-    fault: ParallelKitError | None
-
-
-class _Row(NamedTuple):
-    """A member with what each step asks of it; kept from one step to the next."""
-
-    member: Member
-    options: dict[str, Any]  # its parameter group
-    slot: Slot | None  # where `data_parallel` has its gradient
 
 
 class ShardedAdamW(Optimizer):
@@ -116,44 +95,46 @@ class ShardedAdamW(Optimizer):
             warnings.warn(
                 "ShardedAdamW has one implementation; foreach and fused do nothing", stacklevel=2
             )
-        if data_parallel is not None and not isinstance(data_parallel, DataParallel):
-            raise InvalidTypeError(
-                "ShardedAdamW: data_parallel must be a parallelkit.DataParallel, got "
-                f"{type(data_parallel).__name__}; for torch DDP leave it out"
-            )
-        if state_dtype not in _STATE_DTYPES:
-            raise InvalidArgumentError(
-                'ShardedAdamW: state_dtype must be torch.float32, torch.bfloat16 or "int8", '
-                f"got {state_dtype!r}"
-            )
-        if master_weights not in ("auto", True, False):
-            raise InvalidArgumentError(
-                'ShardedAdamW: master_weights must be "auto", True or False, '
-                f"got {master_weights!r}"
-            )
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise InvalidArgumentError(
-                f"ShardedAdamW: max_grad_norm must be above 0 or None, got {max_grad_norm}"
-            )
-        self.group = group or (data_parallel.group if data_parallel else default_group(None))
+        if group is None and isinstance(data_parallel, DataParallel):
+            group = data_parallel.group
+        self.group = default_group(group)
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.last_grad_norm: torch.Tensor | None = None
         self.skipped_steps = 0
-        self._loss_scale = 1.0  # of pk.GradScaler, during its step
-        self._kept = StateFormat(_STATE_DTYPES[state_dtype], master_weights is not False)
-        self._buckets = data_parallel.take_gradients() if data_parallel is not None else None
         self.averages = data_parallel is not None
         # torch's GradScaler leaves the scale to such an optimizer; `step` then refuses it.
         self._step_supports_amp_scaling = self.averages
+        self._loss_scale = 1.0  # of pk.GradScaler, during its step
+        self._buckets: GradientBuckets | None = None
         self._buffers: list[Buffer] = []
-        self._outside: list[torch.Tensor] = []  # parameters that were frozen so far, without state
         self.members: dict[torch.Tensor, Member] = {}
         self._step: Step | None = None
-        # torch checks the options, and says which a state_dict has.
-        nothing = torch.zeros(0)
-        checked = AdamW([nothing], lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
         self._constructed = False
-        super().__init__(params, checked.defaults)
+
+        def prepare() -> list[str]:
+            check_options(data_parallel, max_grad_norm, state_dtype, master_weights)
+            # torch checks its own options, and says which a state_dict has.
+            nothing = torch.zeros(0)
+            checked = AdamW([nothing], lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+            super(ShardedAdamW, self).__init__(params, checked.defaults)
+            if data_parallel is not None:
+                self._buckets = data_parallel.take_gradients()
+            return [
+                f"max_grad_norm={max_grad_norm}",
+                f"state_dtype={state_dtype}",
+                f"master_weights={master_weights}",
+                f"skip_nonfinite={skip_nonfinite}",
+                f"data_parallel={'given' if self.averages else None}",
+                *self._described(),
+            ]
+
+        try:
+            check_alike(together(self.group, prepare, "ShardedAdamW"))
+        except ParallelKitError:
+            if self._buckets is not None:
+                self._buckets.private = False  # as if they had not been taken
+            raise
+        self._kept = StateFormat(STATE_DTYPES[state_dtype], master_weights is not False)
         self._constructed = True
         self._place_parameters()
 
@@ -161,41 +142,51 @@ class ShardedAdamW(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim.Optimizer's. Collective."""
-        super().add_param_group(param_group)
-        self._outside += self.param_groups[-1]["params"]
-        if self._constructed:
-            self._place_parameters()
+        if not self._constructed:
+            super().add_param_group(param_group)
+            return
+        before = len(self.param_groups)
+
+        def add() -> list[str]:
+            super(ShardedAdamW, self).add_param_group(param_group)
+            return self._described()
+
+        try:
+            check_alike(together(self.group, add, "ShardedAdamW.add_param_group"))
+        except ParallelKitError:
+            del self.param_groups[before:]
+            raise
+        self._place_parameters()
 
     def _group_of(self) -> dict[torch.Tensor, dict[str, Any]]:
         return {p: group for group in self.param_groups for p in group["params"]}
 
-    def _names(self) -> dict[torch.Tensor, str]:
+    def _new(self) -> dict[torch.Tensor, str]:
+        """The trainable parameters that have no state yet, with their names."""
         names = {}
         for g, group in enumerate(self.param_groups):
             for i, p in enumerate(group["params"]):
                 known = group.get("param_names")
-                names[p] = known[i] if known else f"parameter {i} of group {g} {list(p.shape)}"
+                if p.requires_grad and p not in self.members:
+                    names[p] = known[i] if known else f"parameter {i} of group {g} {list(p.shape)}"
         return names
 
+    def _described(self) -> list[str]:
+        """The new parameters in words, which all ranks must have in common; raises for bad ones."""
+        new = self._new()
+        for p, name in new.items():
+            check_parameter(name, p, self.group, self._buckets)
+        return [f"{name} {p.dtype}{list(p.shape)}" for p, name in new.items()]
+
+    def _place_new(self) -> None:
+        """Those that became trainable since. Collective where there are any."""
+        if self._new():
+            check_alike(together(self.group, self._described, "ShardedAdamW"))
+            self._place_parameters()
+
     def _place_parameters(self) -> None:
-        """Give state to trainable parameters that have none yet, and move them. Collective."""
-        new = [p for p in self._outside if p.requires_grad]
-        if not new:
-            return
-        every = self._names()
-        names = {p: every[p] for p in new}
-        fault = next((f for p in new if (f := self._unfit(names[p], p))), None)
-        told = [f"{name} {p.dtype}{list(p.shape)}" for p, name in names.items()]
-        heard = self.group._gather_objects((fault, told))
-        for rank, (theirs, _) in enumerate(heard):
-            if theirs is not None:
-                raise type(theirs)(f"{theirs} [rank {rank} of {self.group.size}]")
-        for rank, (_, theirs) in enumerate(heard):
-            if theirs != heard[0][1]:
-                raise CollectiveMismatchError(
-                    f"ShardedAdamW: the ranks have different parameters: rank 0 {heard[0][1]}, "
-                    f"rank {rank} {theirs}"
-                )
+        """Give state to the new parameters, and move them; all ranks have the same. Collective."""
+        names = self._new()
         first, share = len(self.members), self.group.transport == "shared-memory"
         if self._buckets is None:
             added = place(names, first, self.group, share)
@@ -203,7 +194,6 @@ class ShardedAdamW(Optimizer):
             added = place_like_gradients(names, first, self.group, share, self._buckets)
         self._buffers += added
         self.members |= {m.parameter: m for buffer in added for m in buffer.members}
-        self._outside = [p for p in self._outside if p not in self.members]
         for member in list(self.members.values())[first:]:
             self.fill(member, 0.0, {})
 
@@ -222,38 +212,6 @@ class ShardedAdamW(Optimizer):
         """Show the members' state as `.state`, and forget where it lay."""
         self.state.update({p: member.state for p, member in self.members.items()})
         self._step = None
-
-    def _prepare(self) -> Step:
-        """See where everything lies, for the steps to come."""
-        groups = self._group_of()
-        slots = {slot.parameter: slot for slot in self._buckets.slots} if self._buckets else {}
-        self._rows = [_Row(m, groups[p], slots.get(p)) for p, m in self.members.items()]
-        # One tensor holds all counts: adding to 150 tensors costs as much as a small step.
-        if self._rows:
-            self._counts = torch.stack([row.member.state["step"] for row in self._rows])
-            for row, count in zip(self._rows, self._counts.unbind(), strict=True):
-                row.member.state["step"] = count
-        return make_step(self._buffers, self.group, averaged=self._buckets is None)
-
-    def _unfit(self, name: str, p: torch.Tensor) -> ParallelKitError | None:
-        """What is wrong with a parameter, and makes it dense."""
-        local = local_of(p)
-        if p.dtype not in DTYPE_CODES:
-            return InvalidTypeError(
-                f"ShardedAdamW: {name} must be float32, float64, bfloat16 or float16, got {p.dtype}"
-            )
-        if local.device.type != self.group.device.type:
-            return InvalidArgumentError(
-                f"ShardedAdamW: {name} must be on {self.group.device}, got {local.device}"
-            )
-        if self._buckets is not None and p not in {s.parameter for s in self._buckets.slots}:
-            return InvalidArgumentError(
-                f"ShardedAdamW: {name} is not a parameter of data_parallel; "
-                "give it an optimizer of its own"
-            )
-        if not isinstance(p, DTensor) and not torch.ops.aten.is_non_overlapping_and_dense(p):
-            p.data = p.detach().contiguous()
-        return None
 
     # -- the step -------------------------------------------------------------------------------
 
@@ -276,9 +234,10 @@ class ShardedAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._place_parameters()
+        self._place_new()
         if self._step is None:
-            self._step = self._prepare()
+            averaged = self._buckets is None
+            self._step = make_step(self._buffers, self.group, averaged)
         fault = None
         try:
             if getattr(self, "grad_scale", None) is not None:  # torch's scaler sets it
@@ -287,14 +246,14 @@ class ShardedAdamW(Optimizer):
                     "yet, and torch.amp.GradScaler would judge each rank by its own; use "
                     "parallelkit.GradScaler"
                 )
-            self._check_places()
+            check_places(self.members.values())
             gradients = self._gradients()
         except ParallelKitError as error:
             fault, gradients = error, {}
         moving = self._agree(gradients, fault)
         if moving:
-            for row in moving:
-                refresh_master(row.member)
+            for member in moving:
+                refresh_master(member)
             self._move(moving, gradients, 1.0 / self._loss_scale)
         if self._buckets is not None:
             self._buckets.reset()
@@ -310,86 +269,51 @@ class ShardedAdamW(Optimizer):
         finally:
             self._loss_scale = 1.0
 
-    def _check_places(self) -> None:
-        for member in self.members.values():
-            if member.moved:
-                raise UsageError(
-                    f"ShardedAdamW.step: {member.name} was moved or converted after the optimizer "
-                    "was made; call .to(...) first, and make a new optimizer now"
-                )
-
     def _gradients(self) -> dict[Member, torch.Tensor]:
         """This rank's gradient of each parameter that has one, in the order of its memory."""
         if self._buckets is not None:
             self._buckets.settle()
-            return {row.member: row.slot.view for row in self._rows if row.slot is not None}
+            return {
+                self.members[slot.parameter]: slot.view
+                for slot in self._buckets.slots
+                if slot.parameter in self.members
+            }
         found = {}
         for p, member in self.members.items():
             if p.grad is not None:
-                found[member] = self._usable(member, local_of(p.grad))
+                found[member] = usable_gradient(member, local_of(p.grad))
         return found
-
-    def _usable(self, member: Member, grad: torch.Tensor) -> torch.Tensor:
-        param = member.local
-        if grad.layout != torch.strided:
-            raise InvalidTypeError(
-                f"ShardedAdamW.step: the gradient of {member.name} must be dense, "
-                f"got {grad.layout}; use sparse=False"
-            )
-        dtype = param.dtype
-        fits = grad.dtype == dtype or (grad.dtype == torch.float32 and dtype != torch.float64)
-        rows = grad.is_contiguous() and param.is_contiguous()
-        if fits and (rows or grad.stride() == param.stride()):
-            return grad
-        return torch.empty_like(param).copy_(grad)
 
     def _agree(
         self, gradients: Mapping[Member, torch.Tensor], fault: ParallelKitError | None
-    ) -> list[_Row]:
-        """Tell the ranks what is used here; the rows that move, the same on every rank."""
-        rows = self._rows
+    ) -> list[Member]:
+        """Tell the ranks what is used here; the members that move, the same on every rank."""
+        members = list(self.members.values())
         if self._buckets is None:
-            used, weight = bytes(row.member in gradients for row in rows), 1.0
+            used, weight = bytes(m in gradients for m in members), 1.0
         else:
-            used = bytes(row.slot is not None and row.slot.used for row in rows)
-            weight = self._buckets.weight
-        mine = _Facts(used, weight, hash(tuple(map(_numbers, self.param_groups))), fault)
-        heard = [_Facts(*facts) for facts in self.group._gather_objects(tuple(mine))]
-        for rank, facts in enumerate(heard):
-            if facts.fault is not None:
-                raise type(facts.fault)(f"{facts.fault} [rank {rank} of {self.group.size}]")
-        for rank, facts in enumerate(heard):
-            if facts.settings != heard[0].settings:
-                raise CollectiveMismatchError(
-                    "ShardedAdamW.step: learning rates or other hyper-parameters differ between "
-                    f"rank 0 and rank {rank}; nothing was changed"
-                )
-            if self._buckets is None and facts.used != heard[0].used:
-                differs = (a != b for a, b in zip(facts.used, heard[0].used, strict=True))
-                odd = next(row.member for row, differ in zip(rows, differs, strict=True) if differ)
-                raise CollectiveMismatchError(
-                    f"ShardedAdamW.step: {odd.name} has a gradient on one of rank 0 and rank "
-                    f"{rank} only; gradients must be averaged before the step. Nothing was changed"
-                )
+            slots = {slot.parameter for slot in self._buckets.slots if slot.used}
+            used, weight = bytes(m.parameter in slots for m in members), self._buckets.weight
+        mine = Facts(used, weight, hyper_parameters(self.param_groups), fault)
+        moving, total = agree(mine, self.group, members, averaged=self._buckets is None)
         if self._buckets is not None:
-            total = math.fsum(facts.weight for facts in heard)
             self._buckets.total_weight = torch.tensor(total, dtype=torch.float64)
-        some = [any(rank) for rank in zip(*(f.used for f in heard if f.weight > 0), strict=True)]
-        return [row for row, moves in zip(rows, some, strict=False) if moves]
+        return moving
 
     def _move(
-        self, moving: list[_Row], gradients: Mapping[Member, torch.Tensor], scale: float
+        self, moving: list[Member], gradients: Mapping[Member, torch.Tensor], scale: float
     ) -> None:
         """Measure, decide, step."""
         assert self._step is not None
-        steps = [row.member.state["step"] for row in moving]
-        counts = self._counts if len(moving) == len(self._rows) else torch.stack(steps)
-        settings: dict[tuple[int, float], Setting] = {}
+        groups = self._group_of()
+        steps = [member.state["step"] for member in moving]
+        settings: dict[tuple[int, int], Setting] = {}
         work: dict[Member, tuple[torch.Tensor, Setting]] = {}
-        for (member, options, _), count in zip(moving, counts.tolist(), strict=True):
-            key = (id(options), count)
+        for member, count in zip(moving, torch.stack(steps).tolist(), strict=True):
+            group = groups[member.parameter]
+            key = (id(group), int(count))
             if key not in settings:
-                settings[key] = Setting.of(options, int(count) + 1)
+                settings[key] = Setting.of(group, int(count) + 1)
             work[member] = (gradients[member], settings[key])
         weight = 1.0
         if self._buckets is not None:
@@ -397,47 +321,20 @@ class ShardedAdamW(Optimizer):
         self._step.load(work, weight, scale)
         clip = 1.0
         if self.max_grad_norm is not None or self.skip_nonfinite:
-            norm = self._norm(self._step.measure())
+            norm = global_norm(self._step.measure(), self.group, self.members.values())
             self.last_grad_norm = torch.tensor(norm, dtype=torch.float64)
             if self.skip_nonfinite and not math.isfinite(norm):
-                self._skip(work)
+                self.skipped_steps += 1
+                if self.skipped_steps == 1 and self._loss_scale == 1.0:
+                    warn_of_nonfinite(work, self.group)  # with a scale it is nothing unusual
                 return
             if self.max_grad_norm is not None:
                 clip = min(1.0, self.max_grad_norm / (norm + 1e-6))
         self._step.run(clip)
-        if counts is self._counts:
-            counts.add_(1.0)
-        else:
-            torch._foreach_add_(steps, 1.0)
-        torch.autograd.graph.increment_version([row.member.parameter for row in moving])
-        for row in moving:
-            row.member.version = row.member.parameter._version
-
-    def _norm(self, mine: Squares) -> float:
-        """Of the whole gradient: over the shards of this group and of the tensor-parallel one."""
-        heard = self.group._gather_objects(tuple(mine))
-        squares = Squares(*(math.fsum(part) for part in zip(*heard, strict=True)))
-        split: Any = next((m.parameter for m in self.members.values() if m.split), None)
-        if split is None:
-            return math.sqrt(squares.whole)
-        # Whole parameters are equal on all tensor-parallel ranks, and count once.
-        everywhere = [Squares(*s) for s in split.tp_group._gather_objects(tuple(squares))]
-        return math.sqrt(everywhere[0].whole + math.fsum(s.split for s in everywhere))
-
-    def _skip(self, work: Work) -> None:
-        self.skipped_steps += 1
-        if self.skipped_steps > 1 or self._loss_scale != 1.0:
-            return  # said once; and with a loss scale it is nothing unusual
-        bad = (m.name for m, (grad, _) in work.items() if not bool(grad.isfinite().all()))
-        culprits = self.group._gather_objects(next(bad, None))
-        found = [f"{name} on rank {rank}" for rank, name in enumerate(culprits) if name]
-        warnings.warn(
-            "ShardedAdamW: a gradient is not finite, and every rank skips the step: "
-            f"{', '.join(found) or 'the sum over the ranks is too large'}. Further skipped steps "
-            "are counted in .skipped_steps",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        torch._foreach_add_(steps, 1.0)
+        torch.autograd.graph.increment_version([member.parameter for member in moving])
+        for member in moving:
+            member.version = member.parameter._version
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; with `data_parallel` forgets what was accumulated."""
@@ -469,22 +366,13 @@ class ShardedAdamW(Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
+        for member in self.members.values():
+            refresh_master(member)
         keep = self.group.rank == 0 or not rank0_only
         entries = whole(self._buffers, self.group, keep)
         if not keep:
             return {}
-        numbers = {p: index for index, p in enumerate(self._group_of())}
-        packed: dict[str, Any] = {
-            "state": {
-                index: {"step": self.state[p]["step"].clone(), **entries[p]}
-                for p, index in numbers.items()
-                if p in entries and self.state[p]["step"] > 0
-            },
-            "param_groups": [
-                {**group, "params": [numbers[p] for p in group["params"]]}
-                for group in self.param_groups
-            ],
-        }
+        packed = pack(self.param_groups, self.members, entries)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             packed = post_hook(self, packed) or packed
         return packed
@@ -495,26 +383,26 @@ class ShardedAdamW(Optimizer):
 
         Args:
             state_dict: of this class or of torch.optim.AdamW. Moments stay float32 beside
-                parameters of fewer bits. "master_param" sets the parameters too; where it is
-                absent, masters are made from the parameters.
+                parameters of fewer bits. A "master_param" counts, element by element, where the
+                parameter is that rounded; elsewhere, and where it is absent, the parameter does.
+                So parameters may be loaded before or after.
 
         Raises:
             InvalidArgumentError: (a ValueError) it does not fit the parameters. Nothing was loaded.
         """
-        state_dict = dict(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
-        self._place_parameters()
-        fault: ParallelKitError | None = None
-        found: Mapping[torch.Tensor, Mapping[str, Any]] = {}
-        try:
-            found = checked_entries(state_dict, self.param_groups, self.members)
-        except ParallelKitError as error:
-            fault = error
-        for rank, theirs in enumerate(self.group._gather_objects(fault)):
-            if theirs is not None:
-                raise type(theirs)(f"{theirs} [rank {rank} of {self.group.size}]")
-        for group, new in zip(self.param_groups, state_dict["param_groups"], strict=True):
+        self._place_new()
+        given: dict[str, Any] = {}
+        found: dict[torch.Tensor, Mapping[str, Any]] = {}
+
+        def check() -> None:
+            changed = dict(state_dict)
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = pre_hook(self, changed) or changed
+            given.update(changed)
+            found.update(checked_entries(given, self.param_groups, self.members))
+
+        together(self.group, check, "ShardedAdamW.load_state_dict")
+        for group, new in zip(self.param_groups, given["param_groups"], strict=True):
             group.update({k: v for k, v in new.items() if k not in ("params", "param_names")})
         groups = self._group_of()
         for p, member in self.members.items():
@@ -522,10 +410,3 @@ class ShardedAdamW(Optimizer):
         self._restate()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-
-def _numbers(group: Mapping[str, Any]) -> tuple[float, ...]:
-    """A group's hyper-parameters."""
-    beta1, beta2 = group["betas"]
-    options = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-    return (*map(float, options), group["amsgrad"], group["maximize"])

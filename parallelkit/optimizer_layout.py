@@ -176,6 +176,10 @@ def place_like_gradients(
 
 def _finish(buffers: Sequence[Buffer], group: Group, share: bool) -> None:
     for buffer in buffers:
+        for member in buffer.members:
+            p = member.parameter
+            if not isinstance(p, DTensor) and not torch.ops.aten.is_non_overlapping_and_dense(p):
+                p.data = p.detach().contiguous()
         buffer.own(group.rank)
         if share and buffer.size > 1:
             _move(buffer, group)

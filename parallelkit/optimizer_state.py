@@ -25,6 +25,7 @@ __all__ = [
     "checked_entries",
     "like",
     "load_entry",
+    "pack",
     "refresh_master",
     "whole",
 ]
@@ -77,16 +78,22 @@ class StateFormat:
             own = flat_view(parameter)[member.start : member.stop]
             state["master_param"] = entries.get("master_param", own).to(torch.float32, copy=True)
         member.state = state
-        member.version = member.parameter._version
+        given = "master_param" in entries  # of parameters that may be loaded yet
+        member.version = -1 if given else member.parameter._version
 
 
 def refresh_master(member: Member) -> None:
-    """Where somebody else wrote to the parameter, its elements win over their masters."""
+    """Where somebody else wrote to the parameter, its elements win over their masters.
+
+    Not where the parameter is its master rounded: nobody wrote to that element. To be called before
+    masters are read.
+    """
     if "master_param" in member.state and member.parameter._version != member.version:
         now = flat_view(member.local)[member.start : member.stop]
         master = member.state["master_param"]
         changed = master.to(now.dtype) != now
         master.copy_(torch.where(changed, now.float(), master))
+        member.version = member.parameter._version
 
 
 # -- the whole state -------------------------------------------------------------------------------
@@ -104,6 +111,24 @@ def whole(
                 entry = flat.as_strided(local.shape, local.stride())
                 found.setdefault(member.parameter, {})[key] = like(entry, member.parameter)
     return found
+
+
+def pack(
+    param_groups: Sequence[Mapping[str, Any]],
+    members: Mapping[torch.Tensor, Member],
+    entries: Mapping[torch.Tensor, Mapping[str, torch.Tensor]],
+) -> dict[str, Any]:
+    """The state dict of the whole entries. Parameters that never stepped have none there."""
+    numbers: dict[torch.Tensor, int] = {}
+    for group in param_groups:
+        for p in group["params"]:
+            numbers[p] = len(numbers)
+    state = {}
+    for p, index in numbers.items():
+        if p in entries and members[p].state["step"] > 0:
+            state[index] = {"step": members[p].state["step"].clone(), **entries[p]}
+    groups = [{**g, "params": [numbers[p] for p in g["params"]]} for g in param_groups]
+    return {"state": state, "param_groups": groups}
 
 
 def like(entry: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -217,8 +242,6 @@ def checked_entries(
 def load_entry(member: Member, entry: Mapping[str, Any], kept: StateFormat, amsgrad: bool) -> None:
     """Take a parameter's entry of a whole state dict; an empty one is that of no step yet."""
     local = member.local
-    if "master_param" in entry:
-        local.copy_(local_of(entry["master_param"]))
     flat = {}
     for name in ENTRIES:
         if name in entry:

@@ -7,6 +7,7 @@ import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from .errors import CollectiveTimeoutError
 
@@ -22,13 +23,13 @@ def start(backend: str, timeout: timedelta) -> None:
     As torch's own start from the environment, which fails after `torchrun --max-restarts` has
     restarted the ranks: its store is the old one, and has the addresses of ranks that are gone.
     """
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
     store = of_this_attempt(store, rank, size, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def of_this_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+def of_this_attempt(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
     """The part of a store in which only the ranks that run now have written. Collective.
 
     Rank 0 announces an attempt under a new name. The others sign in to what they find announced,
@@ -42,8 +43,8 @@ def of_this_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta)
         if signed:
             store.wait(signed, timeout)
         for name in signed:
-            store.set(f"{name}/answer", store.get(name))
-        return dist.PrefixStore(mine, store)
+            store.set(f"{name}/answer", store.get(name).decode())
+        return PrefixStore(mine, store)
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         attempt = store.get("attempt").decode()
@@ -52,7 +53,7 @@ def of_this_attempt(store: dist.Store, rank: int, size: int, timeout: timedelta)
         patience = time.monotonic() + _ANSWER_S
         while time.monotonic() < patience:
             if store.check([f"{name}/answer"]) and store.get(f"{name}/answer").decode() == mine:
-                return dist.PrefixStore(attempt, store)
+                return PrefixStore(attempt, store)
             time.sleep(_POLL_S)
     raise CollectiveTimeoutError(
         f"init: rank 0 did not answer rank {rank} of {size} within {timeout}; some rank has not "

@@ -324,23 +324,6 @@ def test_defaults_are_torchs() -> None:
         pk.ShardedAdamW([parameter], fused=True)
 
 
-def test_bad_options_are_named() -> None:
-    parameter = [nn.Parameter(torch.ones(2))]
-    for options, text in (
-        ({"lr": -1.0}, "learning rate"),
-        ({"betas": (1.0, 0.9)}, "beta"),
-        ({"state_dtype": torch.float16}, "state_dtype"),
-        ({"master_weights": "yes"}, "master_weights"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            pk.ShardedAdamW(parameter, **options)
-    with pytest.raises(TypeError, match="complex64"):
-        pk.ShardedAdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
-    with pytest.raises(TypeError, match="data_parallel"):
-        pk.ShardedAdamW(parameter, data_parallel=nn.Linear(1, 1))
-
-
 def test_strides_of_parameters_and_gradients_do_not_matter() -> None:
     torch.manual_seed(0)
     values, gradient = torch.randn(4, 6, 5, 3), torch.randn(4, 6, 5, 3)
@@ -355,53 +338,6 @@ def test_strides_of_parameters_and_gradients_do_not_matter() -> None:
     for parameter, moment in found[1:]:
         assert torch.equal(parameter, found[0][0])
         assert torch.equal(moment, found[0][1])
-
-
-def test_differing_ranks_are_refused_alike() -> None:
-    for message in run_ranks(disagree, 2):
-        assert "rank 1" in message[0] and "different parameters" in message[0]
-        assert "learning rates" in message[1]
-        assert "has a gradient on one of" in message[2]
-
-
-def disagree(group: pk.Group) -> list[str]:
-    heard = []
-    kind = pk.CollectiveMismatchError
-    parameter = nn.Parameter(torch.ones(3 + group.rank))
-    heard.append(ranks.message_of(kind, lambda: pk.ShardedAdamW([parameter])))
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = pk.ShardedAdamW([parameter], lr=0.1 + group.rank)
-    parameter.grad = torch.ones(3)
-    heard.append(ranks.message_of(kind, optimizer.step))
-    optimizer.param_groups[0]["lr"] = 0.1
-    parameter.grad = torch.ones(3) if group.rank else None
-    heard.append(ranks.message_of(kind, optimizer.step))
-    parameter.grad = torch.ones(3)
-    optimizer.step()
-    assert float(parameter.detach()[0]) == pytest.approx(0.899)
-    return heard
-
-
-def test_parameters_that_were_moved_away_are_refused_on_all_ranks() -> None:
-    for size in (1, 2):
-        for messages in virtual_ranks(move_away, size):
-            assert all("moved or converted" in message for message in messages)
-
-
-def move_away(group: pk.Group) -> list[str]:
-    messages = []
-    for change in (lambda p: p.detach().clone(), lambda p: p.detach().double()):
-        parameters = [nn.Parameter(torch.ones(300)) for _ in range(2)]
-        optimizer = pk.ShardedAdamW(parameters, group=group)
-        for p in parameters:
-            p.grad = None
-        if group.rank == 0 or group.size == 1:
-            parameters[1].data = change(parameters[1])
-        if group.size == 1 and parameters[1].dtype == torch.float32:
-            optimizer.step()  # alone, it may lie anywhere
-            continue
-        messages.append(ranks.message_of(RuntimeError, optimizer.step))
-    return messages
 
 
 # -- precision -------------------------------------------------------------------------------------
@@ -459,102 +395,6 @@ def held_bytes(group: pk.Group, dtype: torch.dtype) -> int:
     return optimizer.state_bytes()
 
 
-# -- beside other parallelism ----------------------------------------------------------------------
-
-
-def test_norm_counts_split_parameters_once_each_and_whole_ones_once() -> None:
-    for norm, whole, split in run_ranks(clip_tensor_parallel, 2):
-        assert norm == 13.0
-        assert whole == pytest.approx(6.0, rel=1e-6)
-        assert split in (pytest.approx(1.5, rel=1e-6), pytest.approx(2.0, rel=1e-6))
-
-
-def clip_tensor_parallel(group: pk.Group) -> tuple[float, float, float]:
-    """betas 0 and a large eps make a step lr * gradient / eps."""
-    alone = [torch.distributed.new_group([r]) for r in range(2)][group.rank]
-    whole, split = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-    split.tp_group, split.tp_split_dim = group, 0  # type: ignore[attr-defined]
-    optimizer = pk.ShardedAdamW(
-        [whole, split],
-        lr=2.0**30,
-        betas=(0.0, 0.0),
-        eps=2.0**30,
-        weight_decay=0.0,
-        group=pk.Group(alone),
-        max_grad_norm=6.5,
-    )
-    whole.grad, split.grad = torch.full((1,), 12.0), torch.full((1,), 3.0 + group.rank)
-    optimizer.step()
-    assert optimizer.last_grad_norm is not None
-    return optimizer.last_grad_norm.item(), -whole.item(), -split.item()
-
-
-def test_parameters_without_gradient_or_elements_do_not_disturb_the_norm() -> None:
-    parameters = [nn.Parameter(torch.zeros(n)) for n in (4, 0, 2)]
-    optimizer = pk.ShardedAdamW(
-        parameters, lr=1e6, betas=(0.0, 0.0), eps=1e6, weight_decay=0.0, max_grad_norm=1.0
-    )
-    parameters[0].grad, parameters[1].grad = torch.full((4,), 6.0), torch.zeros(0)
-    optimizer.step()
-    assert optimizer.last_grad_norm == 12.0
-    assert parameters[0].detach().norm().item() == pytest.approx(1.0, rel=1e-4)
-
-
-def test_it_steps_the_local_shards_of_fully_sharded_parameters() -> None:
-    found = run_ranks(step_fsdp, 2)
-    wanted = model_of(3, torch.float64)[0:5]
-    reference = torch.optim.AdamW(wanted.parameters(), lr=LR)
-    for step in range(3):
-        reference.zero_grad()
-        for rank in range(2):
-            (loss_of(wanted, batch_of(step, rank)) / 2).backward()
-        reference.step()
-    for state in found:
-        assert_close(state, wanted)
-
-
-def step_fsdp(group: pk.Group) -> dict[str, torch.Tensor]:
-    from torch.distributed.fsdp import fully_shard
-
-    model = fully_shard(model_of(3)[0:5])
-    optimizer = pk.ShardedAdamW(model.parameters(), lr=LR, max_grad_norm=1e6)
-    for step in range(3):
-        optimizer.zero_grad()
-        backward_of(model, batch_of(step, group.rank))
-        optimizer.step()
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()]).full_tensor()
-    torch.testing.assert_close(optimizer.last_grad_norm.float(), norm, rtol=1e-5, atol=0)
-    state = optimizer.state_dict()["state"]
-    assert all(
-        entry["exp_avg"].shape == p.shape
-        for entry, p in zip(state.values(), model.parameters(), strict=True)
-    )
-    return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
-
-
-def test_it_works_beside_torch_ddp() -> None:
-    states = run_ranks(step_ddp, 2)
-    wanted = model_of(3, torch.float64)[0:5]
-    reference = torch.optim.AdamW(wanted.parameters(), lr=LR)
-    for step in range(3):
-        reference.zero_grad()
-        for rank in range(2):
-            (loss_of(wanted, batch_of(step, rank)) / 2).backward()
-        reference.step()
-    assert_close(states[0], wanted)
-    assert ranks.same([ranks.digest(s.values()) for s in states])
-
-
-def step_ddp(group: pk.Group) -> dict[str, torch.Tensor]:
-    model = nn.parallel.DistributedDataParallel(model_of(3)[0:5])
-    optimizer = pk.ShardedAdamW(model.parameters(), lr=LR)
-    for step in range(3):
-        optimizer.zero_grad()
-        backward_of(model, batch_of(step, group.rank))
-        optimizer.step()
-    return {k: v.clone() for k, v in model.module.state_dict().items()}
-
-
 def test_hooks_and_deep_copies_of_the_model_see_an_ordinary_optimizer() -> None:
     model = model_of(0)
     copied = copy.deepcopy(model)
@@ -600,11 +440,3 @@ def train_late_parameters(group: pk.Group, frozen: bool, late: int) -> float:
 def test_parameters_that_come_later_train_in_one_pass_too(frozen: bool, late: int) -> None:
     for size in (1, 3):
         assert max(run_ranks(train_late_parameters, size, frozen, late)) < 1e-6
-
-
-def test_gradients_go_to_one_optimizer() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    wrapped = pk.DataParallel(model)
-    pk.ShardedAdamW(model[0].parameters(), data_parallel=wrapped)
-    with pytest.raises(RuntimeError, match="an optimizer has these gradients already"):
-        pk.ShardedAdamW(model[1].parameters(), data_parallel=wrapped)

@@ -114,20 +114,69 @@ def test_a_parameter_that_never_stepped_has_no_entry() -> None:
     assert list(optimizer.state_dict()["state"]) == [1]
 
 
-def test_loaded_parameters_are_the_rounded_masters_on_every_rank() -> None:
-    """Before any step, although the parameters held something else, and masters stay float32."""
+def set_to(parameters: list[nn.Parameter], values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for p, value in zip(parameters, values, strict=True):
+            p.copy_(value)
+
+
+def load_both(group: pk.Group, saved: Any, order: str) -> Any:
+    """Into bfloat16 parameters that held something else."""
+    parameters = [nn.Parameter(p * 0 + 7) for p in parameters_of(SHAPES[1], torch.bfloat16)]
+    optimizer = pk.ShardedAdamW(parameters, lr=0.01, group=group)
+    run(parameters, optimizer, range(50, 52))
+    for part in order.split(", "):
+        if part == "model":
+            set_to(parameters, saved[0])
+        else:
+            optimizer.load_state_dict(copy.deepcopy(saved[1]))
+    loaded = [p.detach().clone() for p in parameters], optimizer.state_dict()
+    run(parameters, optimizer, range(3, 5))
+    return loaded, ([p.detach().clone() for p in parameters], optimizer.state_dict())
+
+
+@pytest.mark.parametrize("order", ["model, optimizer", "optimizer, model"])
+def test_model_and_optimizer_load_in_either_order(order: str) -> None:
+    """Before any step parameters are the masters rounded, on every rank; masters stay float32."""
     saved = virtual_ranks(lambda g: train(g, SHAPES[1], 0, 3, None, dtype=torch.bfloat16), 2)[0]
-    stale = [p * 0 + 7 for p in saved[0]]
-    found = virtual_ranks(
-        lambda g: train(g, SHAPES[1], 0, 0, (stale, saved[1]), dtype=torch.bfloat16), 3
-    )
-    for parameters, state in found:
-        for index, p in enumerate(parameters):
-            entry = state["state"][index]
+    (wanted,) = virtual_ranks(lambda g: train(g, SHAPES[1], 0, 5, None, dtype=torch.bfloat16), 1)
+    for loaded, later in virtual_ranks(lambda g: load_both(g, saved, order), 3):
+        assert_same(loaded, saved)
+        assert_same(later, wanted)
+        for p, entry in zip(loaded[0], loaded[1]["state"].values(), strict=True):
             assert all(entry[k].dtype == torch.float32 for k in entry)
             assert torch.equal(p, entry["master_param"].bfloat16())
             assert not torch.equal(p.float(), entry["master_param"])
-    assert ranks.same([ranks.digest(p) for p, _ in found])
+
+
+@pytest.mark.parametrize("order", ["model, optimizer", "optimizer, model"])
+@pytest.mark.parametrize("through_torch", [False, True], ids=["by-hand", "through-torch"])
+def test_masters_older_than_the_parameters_do_not_undo_them(
+    order: str, through_torch: bool
+) -> None:
+    """Element by element: where a parameter is its master rounded, the master counts."""
+    (values, state), *_ = virtual_ranks(
+        lambda g: train(g, SHAPES[1], 0, 3, None, dtype=torch.bfloat16), 2
+    )
+    newer = [nn.Parameter(value) for value in values]
+    if through_torch:
+        other = torch.optim.AdamW(newer, lr=0.01)
+        other.load_state_dict(copy.deepcopy(state))
+        run(newer, other, range(3, 5))
+        state = other.state_dict()
+        assert not torch.equal(state["state"][0]["master_param"].bfloat16(), newer[0])
+    else:
+        set_to(newer, [torch.where(torch.arange(len(p)) % 3 == 0, p + 1, p) for p in values])
+    now = [p.detach() for p in newer]
+    for loaded, _ in virtual_ranks(lambda g: load_both(g, (now, state), order), 2):
+        for p, value, entry in zip(loaded[0], now, loaded[1]["state"].values(), strict=True):
+            assert torch.equal(p, value)
+            assert torch.equal(entry["master_param"].bfloat16(), value)
+        if not through_torch:
+            kept = torch.arange(1000) % 3 != 0
+            master = loaded[1]["state"][0]["master_param"][kept]
+            assert torch.equal(master, state["state"][0]["master_param"][kept])
+            assert not torch.equal(master, loaded[0][0][kept].float())
 
 
 def test_without_masters_in_the_file_they_are_made_from_the_parameters() -> None:

@@ -1,0 +1,87 @@
+"""What ShardedAdamW refuses: bad options and parameters, and ranks that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .buckets import GradientBuckets
+from .data_parallel import DataParallel
+from .errors import CollectiveMismatchError, InvalidArgumentError, InvalidTypeError
+from .group import Group
+from .ops import DTYPE_CODES
+from .optimizer_layout import local_of
+
+__all__ = ["STATE_DTYPES", "check_alike", "check_options", "check_parameter"]
+
+STATE_DTYPES = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.bfloat16,
+    "int8": torch.int8,
+    torch.int8: torch.int8,
+}
+
+
+def check_options(
+    data_parallel: DataParallel | None,
+    max_grad_norm: float | None,
+    state_dtype: torch.dtype | str,
+    master_weights: bool | str,
+) -> None:
+    """Raise for options of the constructor that torch's AdamW does not have."""
+    if data_parallel is not None and not isinstance(data_parallel, DataParallel):
+        raise InvalidTypeError(
+            "ShardedAdamW: data_parallel must be a parallelkit.DataParallel, got "
+            f"{type(data_parallel).__name__}; for torch DDP leave it out"
+        )
+    if state_dtype not in STATE_DTYPES:
+        raise InvalidArgumentError(
+            'ShardedAdamW: state_dtype must be torch.float32, torch.bfloat16 or "int8", '
+            f"got {state_dtype!r}"
+        )
+    if master_weights not in ("auto", True, False):
+        raise InvalidArgumentError(
+            f'ShardedAdamW: master_weights must be "auto", True or False, got {master_weights!r}'
+        )
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise InvalidArgumentError(
+            f"ShardedAdamW: max_grad_norm must be above 0 or None, got {max_grad_norm}"
+        )
+
+
+def check_parameter(
+    name: str, p: torch.Tensor, group: Group, buckets: GradientBuckets | None
+) -> None:
+    """Raise for a parameter that cannot be stepped.
+
+    Args:
+        buckets: where its gradient has to be, if not in `.grad`.
+    """
+    if p.dtype not in DTYPE_CODES:
+        raise InvalidTypeError(
+            f"ShardedAdamW: {name} must be float32, float64, bfloat16 or float16, got {p.dtype}"
+            + ("; make its real and imaginary parts parameters of their own" * p.is_complex())
+        )
+    device = local_of(p).device
+    if device.type != group.device.type:
+        raise InvalidArgumentError(f"ShardedAdamW: {name} must be on {group.device}, got {device}")
+    if buckets is not None and p not in {s.parameter for s in buckets.slots}:
+        raise InvalidArgumentError(
+            f"ShardedAdamW: {name} is not a parameter of data_parallel; "
+            "give it an optimizer of its own"
+        )
+
+
+def check_alike(told: Sequence[Sequence[str]]) -> None:
+    """Raise where ranks describe their options and parameters differently."""
+    for rank, theirs in enumerate(told):
+        for index in range(max(len(theirs), len(told[0]))):
+            ours, other = (
+                t[index] if index < len(t) else "nothing more" for t in (told[0], theirs)
+            )
+            if ours != other:
+                raise CollectiveMismatchError(
+                    "ShardedAdamW: the ranks have different parameters or options: "
+                    f"{ours} on rank 0, {other} on rank {rank}"
+                )

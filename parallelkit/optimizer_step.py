@@ -1,0 +1,129 @@
+"""What ranks tell each other for a step of the sharded optimizer, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .errors import CollectiveMismatchError, InvalidTypeError, ParallelKitError, UsageError
+from .group import Group
+from .optimizer_layout import Member
+from .sharded_step import Squares, Work
+
+__all__ = [
+    "Facts",
+    "agree",
+    "check_places",
+    "global_norm",
+    "hyper_parameters",
+    "usable_gradient",
+    "warn_of_nonfinite",
+]
+
+
+class Facts(NamedTuple):
+    """What a rank tells the others before a step."""
+
+    used: bytes  # for each parameter, whether it has a gradient here
+    weight: float  # items that this rank's gradients stand for
+    settings: int  # hash of all hyper-parameters
+    fault: ParallelKitError | None
+
+
+def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> int:
+    """A hash of those of all parameter groups."""
+    numbers = []
+    for group in groups:
+        options = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+        numbers += [*map(float, options), group["amsgrad"], group["maximize"]]
+    return hash(tuple(numbers))
+
+
+def agree(
+    mine: Facts, group: Group, members: Sequence[Member], averaged: bool
+) -> tuple[list[Member], float]:
+    """The members that move and the total weight, or an error; the same on every rank. Collective.
+
+    Args:
+        mine: of this rank.
+        members: all of them.
+        averaged: gradients are the mean already, so that all ranks have the same ones.
+    """
+    heard = [Facts(*facts) for facts in group._gather_objects(tuple(mine))]
+    for rank, facts in enumerate(heard):
+        if facts.fault is not None:
+            raise type(facts.fault)(f"{facts.fault} [rank {rank} of {len(heard)}]")
+    for rank, facts in enumerate(heard):
+        if facts.settings != heard[0].settings:
+            raise CollectiveMismatchError(
+                "ShardedAdamW.step: learning rates or other hyper-parameters differ between "
+                f"rank 0 and rank {rank}; nothing was changed"
+            )
+        if averaged and facts.used != heard[0].used:
+            odd = next(
+                m for m, a, b in zip(members, facts.used, heard[0].used, strict=True) if a != b
+            )
+            raise CollectiveMismatchError(
+                f"ShardedAdamW.step: {odd.name} has a gradient on one of rank 0 and rank "
+                f"{rank} only; gradients must be averaged before the step. Nothing was changed"
+            )
+    some = [any(rank) for rank in zip(*(f.used for f in heard if f.weight > 0), strict=True)]
+    moving = [member for member, moves in zip(members, some, strict=False) if moves]
+    return moving, math.fsum(facts.weight for facts in heard)
+
+
+def check_places(members: Iterable[Member]) -> None:
+    """Raise where a parameter lies elsewhere than the optimizer has put it."""
+    for member in members:
+        if member.moved:
+            raise UsageError(
+                f"ShardedAdamW.step: {member.name} was moved or converted after the optimizer "
+                "was made; call .to(...) first, and make a new optimizer now"
+            )
+
+
+def usable_gradient(member: Member, grad: torch.Tensor) -> torch.Tensor:
+    """A gradient in the parameter's order of memory, in its dtype or float32: itself, or a copy."""
+    param = member.local
+    if grad.layout != torch.strided:
+        raise InvalidTypeError(
+            f"ShardedAdamW.step: the gradient of {member.name} must be dense, "
+            f"got {grad.layout}; use sparse=False"
+        )
+    wanted = (param.dtype, torch.float32) if param.dtype != torch.float64 else (param.dtype,)
+    if grad.dtype in wanted and (grad.stride() == param.stride() or grad.numel() < 2):
+        return grad
+    return torch.empty_like(param).copy_(grad)
+
+
+def global_norm(mine: Squares, group: Group, members: Iterable[Member]) -> float:
+    """Of the whole gradient: over the shards of this group and of the tensor-parallel one.
+
+    Collective over both.
+    """
+    heard = group._gather_objects(tuple(mine))
+    squares = Squares(*(math.fsum(part) for part in zip(*heard, strict=True)))
+    split: Any = next((m.parameter for m in members if m.split), None)
+    if split is None:
+        return math.sqrt(squares.whole)
+    # Whole parameters are equal on all tensor-parallel ranks, and count once.
+    everywhere = [Squares(*s) for s in split.tp_group._gather_objects(tuple(squares))]
+    return math.sqrt(everywhere[0].whole + math.fsum(s.split for s in everywhere))
+
+
+def warn_of_nonfinite(work: Work, group: Group) -> None:
+    """Say whose gradient is not finite, and on which rank. Collective."""
+    bad = (m.name for m, (grad, _) in work.items() if not bool(grad.isfinite().all()))
+    culprits = group._gather_objects(next(bad, None))
+    found = [f"{name} on rank {rank}" for rank, name in enumerate(culprits) if name]
+    warnings.warn(
+        "ShardedAdamW: a gradient is not finite, and every rank skips the step: "
+        f"{', '.join(found) or 'the sum over the ranks is too large'}. Further skipped steps "
+        "are counted in .skipped_steps",
+        RuntimeWarning,
+        stacklevel=5,
+    )

@@ -1,0 +1,134 @@
+"""ShardedAdamW refuses what cannot work, on every rank alike, and changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from torch import nn
+
+import parallelkit as pk
+from parallelkit.testing import run_ranks, virtual_ranks
+
+
+def test_bad_options_are_named() -> None:
+    parameter = [nn.Parameter(torch.ones(2))]
+    for options, text in (
+        ({"lr": -1.0}, "learning rate"),
+        ({"betas": (1.0, 0.9)}, "beta"),
+        ({"state_dtype": torch.float16}, "state_dtype"),
+        ({"master_weights": "yes"}, "master_weights"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            pk.ShardedAdamW(parameter, **options)
+    with pytest.raises(TypeError, match="complex64"):
+        pk.ShardedAdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    with pytest.raises(TypeError, match="data_parallel"):
+        pk.ShardedAdamW(parameter, data_parallel=nn.Linear(1, 1))
+
+
+def test_differing_ranks_are_refused_alike() -> None:
+    for message in run_ranks(disagree, 2):
+        assert "rank 1" in message[0] and "different parameters" in message[0]
+        assert "learning rates" in message[1]
+        assert "has a gradient on one of" in message[2]
+
+
+def disagree(group: pk.Group) -> list[str]:
+    heard = []
+    kind = pk.CollectiveMismatchError
+    parameter = nn.Parameter(torch.ones(3 + group.rank))
+    heard.append(ranks.message_of(kind, lambda: pk.ShardedAdamW([parameter])))
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = pk.ShardedAdamW([parameter], lr=0.1 + group.rank)
+    parameter.grad = torch.ones(3)
+    heard.append(ranks.message_of(kind, optimizer.step))
+    optimizer.param_groups[0]["lr"] = 0.1
+    parameter.grad = torch.ones(3) if group.rank else None
+    heard.append(ranks.message_of(kind, optimizer.step))
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert float(parameter.detach()[0]) == pytest.approx(0.899)
+    return heard
+
+
+def test_a_fault_of_one_rank_in_the_constructor_is_raised_on_all() -> None:
+    for messages in run_ranks(construct_with_a_fault, 2):
+        for (rank, text), message in zip(FAULTS, messages, strict=True):
+            assert text in message
+            assert f"rank {rank}" in message
+
+
+FAULTS = [
+    (1, "learning rate: -1"),
+    (0, "state_dtype must be"),
+    (1, "empty parameter list"),
+    (0, "max_grad_norm must be above 0"),
+    (1, "must be float32, float64, bfloat16 or float16, got torch.complex64"),
+    (0, "is not a parameter of data_parallel"),
+    (1, "max_grad_norm=None on rank 0, max_grad_norm=2.0 on rank 1"),
+    (1, "some parameters appear in more than one parameter group"),
+    (1, "every rank needs the whole of it"),
+]
+
+
+def construct_with_a_fault(group: pk.Group) -> list[str]:
+    module = nn.Linear(3, 2)
+    model = pk.DataParallel(module, group)
+    faults: list[dict[str, Any]] = [
+        {"lr": -1.0},
+        {"state_dtype": torch.int32},
+        {"params": []},
+        {"max_grad_norm": -1.0},
+        {"params": [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]},
+        {"params": [nn.Parameter(torch.zeros(2))], "data_parallel": model},
+        {"max_grad_norm": 2.0},
+    ]
+    heard = []
+    for (rank, _), fault in zip(FAULTS, faults, strict=False):
+        right = {"params": list(module.parameters()), "data_parallel": model}
+        options = right | fault if group.rank == rank else right
+        if "params" in fault and "data_parallel" not in fault:
+            options = {k: v for k, v in options.items() if k != "data_parallel"}
+        heard.append(ranks.message_of(Exception, lambda o=options: pk.ShardedAdamW(**o)))
+    optimizer = pk.ShardedAdamW(module.parameters(), data_parallel=None)
+    new = module.weight if group.rank == 1 else nn.Parameter(torch.zeros(5))
+    heard.append(ranks.message_of(ValueError, lambda: optimizer.add_param_group({"params": [new]})))
+    assert len(optimizer.param_groups) == 1
+    state = optimizer.state_dict(rank0_only=True)
+    heard.append(ranks.message_of(ValueError, lambda: optimizer.load_state_dict(state)))
+    pk.ShardedAdamW(module.parameters(), data_parallel=model)  # nobody has taken the gradients
+    return heard
+
+
+def test_parameters_that_were_moved_away_are_refused_on_all_ranks() -> None:
+    for size in (1, 2):
+        for messages in virtual_ranks(move_away, size):
+            assert all("moved or converted" in message for message in messages)
+
+
+def move_away(group: pk.Group) -> list[str]:
+    messages = []
+    for change in (lambda p: p.detach().clone(), lambda p: p.detach().double()):
+        parameters = [nn.Parameter(torch.ones(300)) for _ in range(2)]
+        optimizer = pk.ShardedAdamW(parameters, group=group)
+        for p in parameters:
+            p.grad = None
+        if group.rank == 0 or group.size == 1:
+            parameters[1].data = change(parameters[1])
+        if group.size == 1 and parameters[1].dtype == torch.float32:
+            optimizer.step()  # alone, it may lie anywhere
+            continue
+        messages.append(ranks.message_of(RuntimeError, optimizer.step))
+    return messages
+
+
+def test_gradients_go_to_one_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wrapped = pk.DataParallel(model)
+    pk.ShardedAdamW(model[0].parameters(), data_parallel=wrapped)
+    with pytest.raises(RuntimeError, match="an optimizer has these gradients already"):
+        pk.ShardedAdamW(model[1].parameters(), data_parallel=wrapped)
