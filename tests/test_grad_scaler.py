@@ -72,6 +72,26 @@ def refused(group: pk.Group) -> tuple[str, str]:
     return message, ranks.message_of(RuntimeError, lambda: ours.unscale_(optimizer))
 
 
+def test_a_second_step_before_update_is_refused() -> None:
+    assert all(message == SECOND for (message,) in virtual_ranks(step_twice, 2))
+
+
+SECOND = "GradScaler.step: called twice since the last update()"
+
+
+def step_twice(group: pk.Group) -> list[str]:
+    model = pk.DataParallel(nn.Linear(2, 1), group)
+    optimizer = pk.ShardedAdamW(model.parameters(), data_parallel=model)
+    scaler = pk.GradScaler(group=group)
+    for _ in range(2):
+        model.backward(scaler.scale(model(torch.ones(1, 2)).sum()))
+        scaler.step(optimizer)
+        scaler.update()
+    model.backward(scaler.scale(model(torch.ones(1, 2)).sum()))
+    scaler.step(optimizer)
+    return [ranks.message_of(RuntimeError, lambda: scaler.step(optimizer))]
+
+
 def test_torchs_scaler_works_where_gradients_are_averaged() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = pk.ShardedAdamW([parameter], lr=0.1)

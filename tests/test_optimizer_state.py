@@ -77,6 +77,19 @@ def test_training_goes_on_at_any_world_size_as_if_never_interrupted(
             assert_same(after, whole)
 
 
+@pytest.mark.parametrize("window", [1, 255, 777])
+def test_state_is_gathered_in_windows_of_any_length(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one begins within a block of quantised state."""
+    shapes = [(5000,), (3,), (41, 101)] if window > 1 else [(300,), (3,)]
+    monkeypatch.setattr("parallelkit.optimizer_state._SMALL", 256)
+    (whole,) = virtual_ranks(lambda g: train(g, shapes, 0, 2, None, state_dtype="int8"), 1)
+    monkeypatch.setattr("parallelkit.optimizer_state._WINDOW", window)
+    for found in virtual_ranks(lambda g: train(g, shapes, 0, 2, None, state_dtype="int8"), 3):
+        assert_same(found, whole)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_torchs_state_loads_here_and_ours_there(fused: bool) -> None:
     ours, theirs = parameters_of(SHAPES[0]), parameters_of(SHAPES[0])
