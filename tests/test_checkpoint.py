@@ -154,6 +154,14 @@ def test_checkpoint_of_another_model_is_refused(saved: Path) -> None:
     assert "no checkpoint" in load(saved / "elsewhere")
 
 
+def test_what_json_cannot_hold_is_refused_before_anything_is_written(saved: Path) -> None:
+    before = sorted(saved.rglob("*"))
+    with pytest.raises(TypeError, match="checkpoint.save: .*set is not JSON serializable"):
+        pk.checkpoint.save(saved, model_of(1), extra={1, 2})
+    assert sorted(saved.rglob("*")) == before
+    assert pk.checkpoint.exists(saved) and not pk.checkpoint.exists(saved / "elsewhere")
+
+
 class Bomb:
     def __reduce__(self) -> Any:
         return os.mkdir, ("exploded",)

@@ -217,6 +217,12 @@ def save_sharded(group: pk.Group, path: str, dtype: torch.dtype) -> list[str]:
     return [whole_digest(*run) for run in runs]
 
 
+def read_sharded(group: pk.Group, path: str, dtype: torch.dtype) -> str:
+    model, optimizer = sharded(2, dtype)
+    pk.checkpoint.load(f"{path}/ours", model, optimizer)
+    return whole_digest(model, optimizer)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_fully_sharded_parameters_pass_through_both_kinds_of_checkpoint(
     tmp_path: Path, dtype: torch.dtype
@@ -226,6 +232,8 @@ def test_fully_sharded_parameters_pass_through_both_kinds_of_checkpoint(
     model = plain_model(3).to(dtype)
     optimizer = pk.ShardedAdamW(model.parameters(), LR)
     pk.checkpoint.load(tmp_path / "ours", model, optimizer)
+    whole = whole_digest(model, optimizer)
+    assert run_ranks(read_sharded, 3, str(tmp_path), dtype) == [whole] * 3
     if dtype == torch.float32:
         reference = plain_model(1).double()
         other = torch.optim.AdamW(reference.parameters(), LR)

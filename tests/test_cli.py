@@ -103,6 +103,7 @@ def test_help_names_every_subcommand_and_needs_no_torch(capsys):
         ["train", "--nproc", "-1"],
         ["train", "--nproc", "two"],
         ["train", "--steps", "1.5"],
+        ["train", "--save-every", "0"],
         ["train", "--lr", "nan"],
         ["train", "--device", "tpu"],
         ["bench", "collectives", "--nproc", "0"],

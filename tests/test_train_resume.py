@@ -135,7 +135,7 @@ def test_a_lost_rank_makes_torchrun_go_on_from_the_last_checkpoint(tmp_path: Pat
     workers = children_of(process.pid)
     assert len(workers) == 2, "".join(output)
     os.kill(max(workers), signal.SIGKILL)
-    output.append(process.communicate(timeout=100)[0])
+    output.append(process.communicate(timeout=150)[0])
     text = "".join(output)
     assert process.returncode == 0, text
     assert f"{folder}: nothing saved yet" in text
