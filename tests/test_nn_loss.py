@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from ranks import message_of
 
 import parallelkit as pk
 
@@ -165,3 +166,31 @@ def test_wrong_arguments_are_named():
         assert len(messages) == len(parts)
         for message, part in zip(messages, parts, strict=True):
             assert part in message
+
+
+def compiled(group):
+    """One graph: right where the shards are of one length, refused where they are not."""
+    run = torch.compile(
+        lambda x, target: loss(x, target, group=group), backend="aot_eager", fullgraph=True
+    )
+    logits, target = case(3, 8, (2, 5))
+    exact, mine = logits.clone().requires_grad_(), shard(logits, group).clone().requires_grad_()
+    wanted = as_one(exact, target, reduction="mean")
+    y = run(mine, target)
+    wanted.backward()
+    y.backward()
+    difference = max(
+        float((y - wanted).detach().abs()),
+        float((mine.grad - shard(exact.grad, group)).abs().max()),
+    )
+    logits, target = case(3, 7, (2, 5))
+    told = message_of(pk.CollectiveMismatchError, lambda: run(shard(logits, group), target))
+    total = pk.nn.functional.reduce_from_group(torch.ones(1), group)
+    return difference, told, total.item()
+
+
+def test_a_compiled_loss_is_right_or_refused():
+    for difference, told, total in pk.testing.run_ranks(compiled, 2):
+        assert difference < 1e-12
+        assert "8 long on rank 0; 6 long on rank 1" in told
+        assert total == 2.0

@@ -1,6 +1,6 @@
 """What the layers of a group send each other: plain sums, and shards gathered and scattered.
 
-For torch.compile the same three exchanges are operators that name a group by its number.
+For torch.compile the same exchanges are operators that name a group by its number.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from parallelkit.agreement import refuse
 from parallelkit.arguments import described
 from parallelkit.collectives import shard_bounds
 from parallelkit.errors import InvalidArgumentError
 from parallelkit.group import Group, group_of_id
 from parallelkit.nn.term import Term, check_reply, total_of
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter", "whole_length"]
+__all__ = ["agreed", "all_gather", "all_reduce", "reduce_scatter", "whole_length"]
 
 Tensor = torch.Tensor
 
@@ -50,13 +51,13 @@ def all_gather(x: Tensor, dim: int, length: int, group: Group) -> Tensor:
         flat, transport = whole.view(length, -1), group._usable()
         mine = shard.view(len(shard), flat.shape[1])
         start, stop = shard_bounds(length, group.size, group.rank)
-        fault = None
+        call, fault = total_of(flat), None
         if len(shard) != stop - start:
+            call = call._replace(fault=True)
             fault = InvalidArgumentError(
                 f"tensor-parallel all-gather: a shard of {length} along dimension {dim} must be "
                 f"{stop - start} long, got {len(shard)}"
             )
-        call = total_of(flat)._replace(fault=fault is not None)
         reply = transport.all_gather(transport.prepare([flat]), mine, call)
         check_reply(reply, group, "all-gather", whole, fault)
     return _back(whole, dim)
@@ -95,6 +96,21 @@ def whole_length(x: Tensor, dim: int, group: Group) -> int:
     return total
 
 
+def agreed(x: Tensor, number: int, group: Group) -> Tensor:
+    """x, once all ranks have named the same number: in a compiled graph, which takes shards for
+    equally long, what makes sure that they were.
+
+    Raises:
+        CollectiveMismatchError: they have not; on every rank.
+    """
+    if torch.compiler.is_compiling():
+        return _agreed_op(x, number, group.id)  # type: ignore[no-any-return]
+    called = "tensor-parallel shards of a whole", f"{number} long"
+    if len(set(group._gather_objects(called, *called))) > 1:
+        raise refuse(group._usable(), group.rank, "mismatch", called)
+    return x.clone()
+
+
 # -- operators for torch.compile ------------------------------------------------------------------
 
 _NAMESPACE = "parallelkit_exchange"
@@ -119,6 +135,11 @@ def _scattered(x: Tensor, dim: int, group: int) -> Tensor:
     return _resized(x, dim % x.ndim, stop - start)
 
 
+_agreed_op = _define(
+    "agreed(Tensor x, SymInt number, int group) -> Tensor",
+    lambda x, number, group: agreed(x, number, group_of_id(group)),
+    lambda x, number, group: x.new_empty(x.shape),
+)
 _all_reduce_op = _define(
     "all_reduce(Tensor x, int group) -> Tensor",
     lambda x, group: all_reduce(x, group_of_id(group)),

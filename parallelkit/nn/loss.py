@@ -75,6 +75,8 @@ def vocab_parallel_cross_entropy(
             f"{name}: label_smoothing must be in [0, 1], got {label_smoothing} {where}"
         )
     classes = exchange.whole_length(logits_shard, logits_shard.ndim - 1, group)
+    if torch.compiler.is_compiling():
+        target = exchange.agreed(target, classes, group)
     valid = target != ignore_index
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         outside = (valid & ((target < 0) | (target >= classes))).nonzero()
