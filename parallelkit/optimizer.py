@@ -107,6 +107,7 @@ class ShardedAdamW(Optimizer):
         self._loss_scale = 1.0  # of pk.GradScaler, during its step
         self._buckets: GradientBuckets | None = None
         self._buffers: list[Buffer] = []
+        self._outside: list[torch.Tensor] = []  # frozen so far, without state
         self.members: dict[torch.Tensor, Member] = {}
         self._step: Step | None = None
         self._constructed = False
@@ -180,7 +181,7 @@ class ShardedAdamW(Optimizer):
 
     def _place_new(self) -> None:
         """Those that became trainable since. Collective where there are any."""
-        if self._new():
+        if any(p.requires_grad for p in self._outside):
             check_alike(together(self.group, self._described, "ShardedAdamW"))
             self._place_parameters()
 
@@ -194,6 +195,7 @@ class ShardedAdamW(Optimizer):
             added = place_like_gradients(names, first, self.group, share, self._buckets)
         self._buffers += added
         self.members |= {m.parameter: m for buffer in added for m in buffer.members}
+        self._outside = [p for p in self.parameters() if p not in self.members]
         for member in list(self.members.values())[first:]:
             self.fill(member, 0.0, {})
 
@@ -212,6 +214,20 @@ class ShardedAdamW(Optimizer):
         """Show the members' state as `.state`, and forget where it lay."""
         self.state.update({p: member.state for p, member in self.members.items()})
         self._step = None
+
+    def _prepare(self) -> Step:
+        """Look up what every step asks of each member."""
+        groups = self._group_of()
+        self._options = {member: groups[p] for p, member in self.members.items()}
+        if self._buckets is not None:
+            slots = {slot.parameter: slot for slot in self._buckets.slots}
+            self._slots = {member: slots[p] for p, member in self.members.items()}
+        if self.members:
+            # One tensor holds all counts: adding to 150 tensors costs as much as a small step.
+            self._counts = torch.stack([m.state["step"] for m in self._options])
+            for member, count in zip(self._options, self._counts.unbind(), strict=True):
+                member.state["step"] = count
+        return make_step(self._buffers, self.group, averaged=self._buckets is None)
 
     # -- the step -------------------------------------------------------------------------------
 
@@ -236,8 +252,7 @@ class ShardedAdamW(Optimizer):
                 loss = closure()
         self._place_new()
         if self._step is None:
-            averaged = self._buckets is None
-            self._step = make_step(self._buffers, self.group, averaged)
+            self._step = self._prepare()
         fault = None
         try:
             if getattr(self, "grad_scale", None) is not None:  # torch's scaler sets it
@@ -273,11 +288,7 @@ class ShardedAdamW(Optimizer):
         """This rank's gradient of each parameter that has one, in the order of its memory."""
         if self._buckets is not None:
             self._buckets.settle()
-            return {
-                self.members[slot.parameter]: slot.view
-                for slot in self._buckets.slots
-                if slot.parameter in self.members
-            }
+            return {member: slot.view for member, slot in self._slots.items()}
         found = {}
         for p, member in self.members.items():
             if p.grad is not None:
@@ -288,12 +299,11 @@ class ShardedAdamW(Optimizer):
         self, gradients: Mapping[Member, torch.Tensor], fault: ParallelKitError | None
     ) -> list[Member]:
         """Tell the ranks what is used here; the members that move, the same on every rank."""
-        members = list(self.members.values())
+        members = list(self._options)
         if self._buckets is None:
             used, weight = bytes(m in gradients for m in members), 1.0
         else:
-            slots = {slot.parameter for slot in self._buckets.slots if slot.used}
-            used, weight = bytes(m.parameter in slots for m in members), self._buckets.weight
+            used, weight = bytes(s.used for s in self._slots.values()), self._buckets.weight
         mine = Facts(used, weight, hyper_parameters(self.param_groups), fault)
         moving, total = agree(mine, self.group, members, averaged=self._buckets is None)
         if self._buckets is not None:
@@ -305,15 +315,15 @@ class ShardedAdamW(Optimizer):
     ) -> None:
         """Measure, decide, step."""
         assert self._step is not None
-        groups = self._group_of()
         steps = [member.state["step"] for member in moving]
-        settings: dict[tuple[int, int], Setting] = {}
+        counts = self._counts if len(moving) == len(self._options) else torch.stack(steps)
+        settings: dict[tuple[int, float], Setting] = {}
         work: dict[Member, tuple[torch.Tensor, Setting]] = {}
-        for member, count in zip(moving, torch.stack(steps).tolist(), strict=True):
-            group = groups[member.parameter]
-            key = (id(group), int(count))
+        for member, count in zip(moving, counts.tolist(), strict=True):
+            options = self._options[member]
+            key = (id(options), count)
             if key not in settings:
-                settings[key] = Setting.of(group, int(count) + 1)
+                settings[key] = Setting.of(options, int(count) + 1)
             work[member] = (gradients[member], settings[key])
         weight = 1.0
         if self._buckets is not None:
@@ -331,7 +341,10 @@ class ShardedAdamW(Optimizer):
             if self.max_grad_norm is not None:
                 clip = min(1.0, self.max_grad_norm / (norm + 1e-6))
         self._step.run(clip)
-        torch._foreach_add_(steps, 1.0)
+        if counts is self._counts:
+            counts.add_(1.0)
+        else:
+            torch._foreach_add_(steps, 1.0)
         torch.autograd.graph.increment_version([member.parameter for member in moving])
         for member in moving:
             member.version = member.parameter._version

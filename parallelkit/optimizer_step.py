@@ -94,8 +94,10 @@ def usable_gradient(member: Member, grad: torch.Tensor) -> torch.Tensor:
             f"ShardedAdamW.step: the gradient of {member.name} must be dense, "
             f"got {grad.layout}; use sparse=False"
         )
-    wanted = (param.dtype, torch.float32) if param.dtype != torch.float64 else (param.dtype,)
-    if grad.dtype in wanted and (grad.stride() == param.stride() or grad.numel() < 2):
+    dtype = param.dtype
+    fits = grad.dtype == dtype or (grad.dtype == torch.float32 and dtype != torch.float64)
+    in_rows = grad.is_contiguous() and param.is_contiguous()  # asked first: it costs less
+    if fits and (in_rows or grad.stride() == param.stride()):
         return grad
     return torch.empty_like(param).copy_(grad)
 
