@@ -89,7 +89,7 @@ def write_ninja_file(folder: Path, name: str, files: list[str], compiler: str) -
         archs = os.environ.get("PK_CUDA_ARCHS", "80;90;100").split(";")
         targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
         targets.append(f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}")  # newer GPUs
-        compile_flags = f"{NVCC_FLAGS} {' '.join(targets)}"
+        compile_flags = f"{NVCC_FLAGS} -DPK_CUDA_ARCHS={'_'.join(archs)} {' '.join(targets)}"
         link_flags = "-shared -cudart=static -Xlinker=-s"
     else:
         compile_flags = f"{CXX_FLAGS} -Wall -Wextra {escape(os.environ.get('CXXFLAGS', ''))}"

@@ -22,6 +22,22 @@ struct AdamStep {
   double eps;
 };
 
+// The options of one parameter group.
+struct AdamSetting {
+  double lr, beta1, beta2, eps, weight_decay;
+};
+
+// The step at count t, from 1.
+PK_HD inline AdamStep adam_step(const AdamSetting& s, std::uint64_t t) {
+  const double count = double(t);
+  return {s.beta1,
+          s.beta2,
+          1.0 - s.lr * s.weight_decay,
+          s.lr / (1.0 - std::pow(s.beta1, count)),
+          1.0 / std::sqrt(1.0 - std::pow(s.beta2, count)),
+          s.eps};
+}
+
 // How the moments of an element are stored.
 enum class Moments : std::uint8_t {
   full,  // as they are computed: float, or double for a double parameter
@@ -32,6 +48,17 @@ enum class Moments : std::uint8_t {
 // Also the unit in which parameters are cut into shards, so that no cut divides a block and every
 // world size computes the same numbers.
 inline constexpr std::uint64_t kMomentBlock = 256;
+
+// The moments of a stretch in their storage; scales of int8, one a block, else null.
+struct MomentStorage {
+  Moments kind;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* max_exp_avg_sq;  // null without amsgrad
+  float* exp_avg_scale;
+  float* exp_avg_sq_scale;
+  float* max_exp_avg_sq_scale;
+};
 
 namespace {  // internal linkage, see dtypes.h
 
@@ -92,6 +119,9 @@ PK_HD inline std::uint32_t block_key(std::uint64_t step, std::uint32_t parameter
   key = mix(key ^ std::uint32_t(block));
   return mix(key ^ std::uint32_t(block >> 32) ^ (purpose << 24));
 }
+
+// The purposes. exp_avg and exp_avg_sq take the lower and the upper half of the same bits.
+enum Draw : std::uint32_t { kDrawMoments = 0, kDrawMax = 1, kDrawParam = 2 };
 
 // Of the elements from place `first` of the block on.
 template <class L>

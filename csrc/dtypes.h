@@ -47,6 +47,11 @@ PK_HD inline double widen(double x) { return x; }
 PK_HD inline float widen(bf16 x) { return bit_cast<float>(std::uint32_t{x.bits} << 16); }
 
 PK_HD inline float widen(f16 x) {
+#if defined(__CUDA_ARCH__)
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+  return wide;
+#else
   const std::uint32_t sign = std::uint32_t(x.bits & 0x8000u) << 16;
   const std::uint32_t exponent = (x.bits >> 10) & 0x1fu;
   const std::uint32_t fraction = x.bits & 0x3ffu;
@@ -59,6 +64,7 @@ PK_HD inline float widen(f16 x) {
     return bit_cast<float>(sign | bit_cast<std::uint32_t>(magnitude));
   }
   return bit_cast<float>(sign | ((exponent + 112) << 23) | (fraction << 13));
+#endif
 }
 
 // --- narrowing rounds once, to nearest even --------------------------------------------------
@@ -102,6 +108,11 @@ PK_HD inline bf16 narrow<bf16>(float x) {
 
 template <>
 PK_HD inline f16 narrow<f16>(float x) {
+#if defined(__CUDA_ARCH__)
+  f16 half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half.bits) : "f"(x));
+  return half;
+#else
   const std::uint32_t bits = bit_cast<std::uint32_t>(x);
   const std::uint16_t sign = std::uint16_t((bits >> 16) & 0x8000u);
   const std::uint32_t magnitude = bits & 0x7fffffffu;
@@ -116,6 +127,7 @@ PK_HD inline f16 narrow<f16>(float x) {
   }
   const std::uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23);
   return {std::uint16_t(sign | (rounded >> 13))};
+#endif
 }
 
 // A double sum of 16-bit numbers passes through float: the rule of the collectives is

@@ -11,7 +11,8 @@
 //     int rank() const, size() const;          the ranks
 //     int thread() const, threads() const;     the threads that run this rank's collective
 //     void sync();                             a barrier of those threads
-//     uint32_t ticket() const; void advance(); gates passed so far, kept by thread 0
+//     int waiters() const;                     how many of them wait for peers, thread 0 first
+//     uint32_t ticket() const; void advance(); gates passed so far; every thread calls advance
 //     Signal& signal(int rank, uint32_t ticket);
 //     void wake(Signal&);                      somebody may sleep on this line
 //     bool await(int peer, Signal&, uint32_t ticket);   false: the wait was given up
@@ -91,12 +92,14 @@ struct Ordered {
 template <class Order = Ordered, class Team>
 PK_HD bool gate(Team& team) {
   team.sync();
-  if (team.thread() == 0) {
+  if (team.thread() < team.waiters()) {
     const std::uint32_t ticket = team.ticket() + 1;
-    Signal& mine = team.signal(team.rank(), ticket);
-    mine.ticket.store(ticket, Order::release);
-    team.wake(mine);
-    for (int step = 1; step < team.size(); ++step) {
+    if (team.thread() == 0) {
+      Signal& mine = team.signal(team.rank(), ticket);
+      mine.ticket.store(ticket, Order::release);
+      team.wake(mine);
+    }
+    for (int step = 1 + team.thread(); step < team.size(); step += team.waiters()) {
       const int peer = (team.rank() + step) % team.size();
       Signal& theirs = team.signal(peer, ticket);
       if (theirs.ticket.load(Order::acquire) != ticket && !team.await(peer, theirs, ticket)) {
@@ -104,8 +107,8 @@ PK_HD bool gate(Team& team) {
         break;
       }
     }
-    team.advance();
   }
+  team.advance();
   team.sync();
   return team.ok();
 }
@@ -150,6 +153,7 @@ struct Verdict {
   int readers = 0;         // ranks whose values count
   int source[kMaxRanks];   // those ranks, ascending: the order of summation
   double coefficient[kMaxRanks];
+  Header heard[kMaxRanks];  // what it was concluded from
 };
 
 PK_HD inline bool is_weight(double w) { return w >= 0.0 && w <= 1.7976931348623157e308; }
@@ -165,8 +169,15 @@ PK_HD inline double sum_of_weights(const Header* headers, int size) {
   return sum + lost;
 }
 
-PK_HD inline void decide(const Header* headers, int size, Verdict& verdict) {
+// Conclude from verdict.heard; sets everything else of the verdict.
+PK_HD inline void decide(int size, Verdict& verdict) {
+  const Header* headers = verdict.heard;
   const Header& first = headers[0];
+  verdict.outcome = Outcome::done;
+  verdict.in_place = verdict.wide = false;
+  verdict.all_staged = true;
+  verdict.total = 0.0;
+  verdict.readers = 0;
   bool same_place = first.placement != 0;
   for (int r = 0; r < size; ++r) {
     const Header& h = headers[r];
@@ -214,11 +225,13 @@ template <class Order = Ordered, class Team>
 PK_HD bool open(Team& team, const Header& header, Verdict& verdict) {
   if (team.thread() == 0) team.signal(team.rank(), team.ticket() + 1).header = header;
   if (!gate<Order>(team)) return false;
-  if (team.thread() == 0) {
-    Header headers[kMaxRanks];
-    for (int r = 0; r < team.size(); ++r) headers[r] = team.signal(r, team.ticket()).header;
-    decide(headers, team.size(), verdict);
+  if (team.thread() < team.waiters()) {
+    for (int r = team.thread(); r < team.size(); r += team.waiters()) {
+      verdict.heard[r] = team.signal(r, team.ticket()).header;
+    }
   }
+  if (team.waiters() > 1) team.sync();
+  if (team.thread() == 0) decide(team.size(), verdict);
   team.sync();  // the verdict is one object of all threads
   return true;
 }

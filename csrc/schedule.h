@@ -33,6 +33,17 @@ PK_HD inline Range shard_bounds(std::uint64_t numel, int size, int rank) {
   return {begin, min_u64(numel, begin + each)};
 }
 
+// How a stretch of bytes is dealt out to the ranks: in units of a line, or of one element.
+struct Cut {
+  std::uint64_t bytes;
+  std::uint64_t unit;
+  int size;
+  PK_HD Range operator()(int owner) const {
+    const Range units = shard_bounds(ceil_div(bytes, unit), size, owner);
+    return {min_u64(bytes, units.begin * unit), min_u64(bytes, units.end * unit)};
+  }
+};
+
 // The part that worker `index` of `count` takes of `whole`, cut on cache lines from whole.begin.
 PK_HD inline Range share_of(Range whole, int count, int index) {
   const Range lines = shard_bounds(ceil_div(whole.size(), kLine), count, index);

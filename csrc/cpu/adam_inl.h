@@ -15,10 +15,10 @@ struct Draws {
   std::uint32_t moments, max, param;
 
   static Draws of(const AdamJob& job, std::uint64_t block) {
-    const auto key = [&](std::uint32_t purpose) {
+    const auto key = [&](Draw purpose) {
       return block_key(job.steps, job.parameter, block, purpose);
     };
-    return {key(0), key(1), key(2)};
+    return {key(kDrawMoments), key(kDrawMax), key(kDrawParam)};
   }
 };
 

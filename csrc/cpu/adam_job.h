@@ -16,17 +16,6 @@ struct GradientSum {
   const double* coefficient;
 };
 
-// The moments of a stretch in their storage; scales of int8, one a block, else null.
-struct MomentStorage {
-  Moments kind;
-  void* exp_avg;
-  void* exp_avg_sq;
-  void* max_exp_avg_sq;  // null without amsgrad
-  float* exp_avg_scale;
-  float* exp_avg_sq_scale;
-  float* max_exp_avg_sq_scale;
-};
-
 struct AdamJob {
   AdamStep step;
   GradientSum grad;

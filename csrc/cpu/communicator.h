@@ -27,17 +27,6 @@ struct Traffic {
   std::atomic<std::uint64_t> staged = 0;
 };
 
-// How a stretch of bytes is dealt out to the ranks: in units of a line, or of one element.
-struct Cut {
-  std::uint64_t bytes;
-  std::uint64_t unit;
-  int size;
-  Range operator()(int owner) const {
-    const Range units = shard_bounds(ceil_div(bytes, unit), size, owner);
-    return {min_u64(bytes, units.begin * unit), min_u64(bytes, units.end * unit)};
-  }
-};
-
 class Team;
 
 enum class Order : int { direct, ring };  // the order in which peers are visited

@@ -4,9 +4,7 @@
 // chain on every path; the compiler may not contract (-ffp-contract=off).
 #pragma once
 
-#include <cmath>
-
-#include "../dtypes.h"
+#include "../scalar.h"
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -26,34 +24,6 @@ struct VectorType {
 };
 template <class T, std::size_t n>
 using VectorOf = typename VectorType<T, n>::type;
-
-// Portable: one lane.
-template <class T, class A>
-struct Scalar {
-  static constexpr std::size_t lanes = 1;
-  using Vector = A;
-  using Bits = std::uint32_t;
-  using Ints = std::int32_t;
-  using Packed = T;
-  static Vector set(A x) { return x; }
-  static Vector fma(Vector a, Vector b, Vector c) { return std::fma(a, b, c); }
-  static Vector sqrt(Vector a) { return std::sqrt(a); }
-  static Vector to_float(Ints i) { return Vector(i); }
-  static Ints truncate(Vector v) { return Ints(v); }
-  static Bits places() { return 0; }
-  template <class Code>
-  static Ints load_ints(const Code* p) {
-    return Ints(*p);
-  }
-  template <class Code>
-  static void store_ints(Code* p, Ints v) {
-    *p = Code(v);
-  }
-  static Vector load(const T* p) { return A(widen(*p)); }
-  static Packed pack(Vector v) { return narrow<T>(v); }
-  static Packed upper(Bits bits) { return {std::uint16_t(bits >> 16)}; }  // of a bfloat16
-  static void store(T* p, Packed v) { *p = v; }
-};
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 

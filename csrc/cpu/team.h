@@ -51,7 +51,10 @@ class Team {
   int threads() const { return threads_; }
   void sync() { meeting_.barrier.wait(threads_); }
   std::uint32_t ticket() const { return meeting_.ticket; }
-  void advance() { ++meeting_.ticket; }
+  int waiters() const { return 1; }
+  void advance() {
+    if (thread_ == 0) ++meeting_.ticket;
+  }
   Signal& signal(int rank, std::uint32_t ticket) const {
     return meeting_.peers.signal(rank, ticket);
   }
