@@ -31,7 +31,8 @@ SANITIZE = os.environ.get("PK_SANITIZE", "")  # for -fsanitize=: address, undefi
 OPTIMIZE = f"-O1 -g -fno-omit-frame-pointer -fsanitize={SANITIZE}" if SANITIZE else "-O3"
 CXX_FLAGS = f"-std=c++20 {OPTIMIZE} -ffp-contract=off -fPIC -fvisibility=hidden -pthread"
 LINK_FLAGS = f"-shared -pthread {f'-fsanitize={SANITIZE}' if SANITIZE else '-s'}"
-NVCC_FLAGS = "-std=c++20 -O3 -fmad=false -Xcompiler=-fPIC,-fvisibility=hidden"
+HOST_FLAGS = "-Xcompiler=-fPIC,-fvisibility=hidden -Xfatbin=-compress-all"
+NVCC_FLAGS = f"-std=c++20 -O3 -fmad=false {HOST_FLAGS}"
 
 # Sources by the ending of their names that need these instructions; the others choose at start.
 X86_FLAGS = {

@@ -13,6 +13,9 @@ namespace py = pybind11;
 namespace pk {
 namespace {
 
+// Its classes are others than those of the same names in parallelkit._cpu.
+const py::module_local kLocal;
+
 template <class T = std::byte>
 T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
@@ -123,7 +126,7 @@ void set_step(ShardedStep& step, const Rows& rows, const Settings& settings) {
 }
 
 void bind_memory(py::module_& module) {
-  py::class_<Memory, std::shared_ptr<Memory>>(module, "Memory")
+  py::class_<Memory, std::shared_ptr<Memory>>(module, "Memory", kLocal)
       .def_static("plain", &Memory::plain)
       .def_static("shareable", &Memory::shareable)
       .def_static("open_ipc",
@@ -139,7 +142,7 @@ void bind_memory(py::module_& module) {
 }
 
 void bind_step(py::module_& module) {
-  py::class_<ShardedStep>(module, "ShardedStep")
+  py::class_<ShardedStep>(module, "ShardedStep", kLocal)
       .def(py::init<std::shared_ptr<Communicator>, bool>())
       .def("add_parameter",
            [](ShardedStep& self, int dtype, bool stochastic, bool split, bool shared_param,
@@ -166,7 +169,7 @@ void bind_step(py::module_& module) {
 
 void bind_communicator(py::module_& module) {
   const py::call_guard<py::gil_scoped_release> no_gil;  // virtual ranks wait for each other
-  py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
+  py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator", kLocal)
       .def(py::init([](int rank, int size, int device, const std::vector<std::uintptr_t>& controls,
                        int blocks, double timeout_seconds, int algorithm,
                        std::shared_ptr<VirtualRanks> virtual_ranks) {
@@ -297,9 +300,9 @@ PYBIND11_MODULE(_cuda, module) {
   module.def("choose_algorithm",
              [](std::uint64_t bytes, int size) { return int(choose_algorithm(bytes, size)); });
 
-  py::class_<VirtualRanks, std::shared_ptr<VirtualRanks>>(module, "VirtualRanks")
+  py::class_<VirtualRanks, std::shared_ptr<VirtualRanks>>(module, "VirtualRanks", kLocal)
       .def(py::init<int>());
-  py::class_<TensorList>(module, "TensorList")
+  py::class_<TensorList>(module, "TensorList", kLocal)
       .def_property_readonly("nbytes", &TensorList::bytes)
       .def_property_readonly("in_place",
                              [](const TensorList& list) { return list.placement() != 0; })

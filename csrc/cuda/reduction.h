@@ -150,7 +150,7 @@ class Reducing {
         [&](const Span& span, std::uint64_t offset, std::uint64_t bytes, std::uint64_t at) {
           std::byte* own = span.data + offset;
           sum_over_ranks(team_.block(), endpoint_, team_.verdict(),
-                       {span.dtype, bytes, endpoint_.controls, in + at, own, nullptr, 0, {own}});
+                         {span.dtype, bytes, endpoint_.controls, in + at, own, nullptr, 0, {own}});
         });
   }
 

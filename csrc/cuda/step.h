@@ -101,32 +101,32 @@ namespace {  // internal linkage, see dtypes.h
 
 inline constexpr int kGroup = 4;
 
+// What a lane moves at once: four elements of two or four bytes, two of eight, four codes.
 template <int bytes>
 struct Words;
 template <>
-struct alignas(4) Words<4> {
-  std::uint32_t w[1];
+struct Words<4> {
+  using Type = std::uint32_t;
 };
 template <>
-struct alignas(8) Words<8> {
-  std::uint32_t w[2];
+struct Words<8> {
+  using Type = Pair;
 };
 template <>
-struct alignas(16) Words<16> {
-  std::uint32_t w[4];
-};
-template <>
-struct alignas(16) Words<32> {
-  std::uint32_t w[8];
+struct Words<16> {
+  using Type = Quad;
 };
 
-// Four elements of which `count` exist; one access where all do and the memory is aligned.
+// Four elements of which `count` exist; whole words where all do and the memory is aligned.
 template <class T>
 PK_HD inline void load_group(const T* from, int count, bool aligned, T (&x)[kGroup]) {
-  using Whole = Words<kGroup * sizeof(T)>;
+  constexpr int kParts = sizeof(T) == 8 ? 2 : 1;
+  using Word = typename Words<kGroup * sizeof(T) / kParts>::Type;
+  from = in_global(from);
   if (aligned && count == kGroup) {
-    const Whole whole = *reinterpret_cast<const Whole*>(from);
-    memcpy(x, &whole, sizeof x);
+    Word words[kParts];
+    for (int i = 0; i < kParts; ++i) words[i] = reinterpret_cast<const Word*>(from)[i];
+    memcpy(x, words, sizeof x);
   } else {
     for (int i = 0; i < kGroup; ++i) x[i] = i < count ? from[i] : T{};
   }
@@ -134,11 +134,13 @@ PK_HD inline void load_group(const T* from, int count, bool aligned, T (&x)[kGro
 
 template <class T>
 PK_HD inline void store_group(T* to, int count, bool aligned, const T (&x)[kGroup]) {
-  using Whole = Words<kGroup * sizeof(T)>;
+  constexpr int kParts = sizeof(T) == 8 ? 2 : 1;
+  using Word = typename Words<kGroup * sizeof(T) / kParts>::Type;
+  to = in_global(to);
   if (aligned && count == kGroup) {
-    Whole whole;
-    memcpy(&whole, x, sizeof x);
-    *reinterpret_cast<Whole*>(to) = whole;
+    Word words[kParts];
+    memcpy(words, x, sizeof x);
+    for (int i = 0; i < kParts; ++i) store_whole(reinterpret_cast<Word*>(to) + i, words[i]);
   } else {
     for (int i = 0; i < kGroup; ++i) {
       if (i < count) to[i] = x[i];
@@ -269,17 +271,16 @@ PK_HD inline void each_piece(const Block& block, const Pieces& pieces, Visit vis
 
 // --- the norm ----------------------------------------------------------------------------------
 
-template <class G, class Block>
+template <class G, class A, class Block>
 PK_HD inline double sum_of_squares(Team<Block>& team, const Pieces& pieces, const PieceRow& piece,
                                    const ParameterRow& row, std::uint64_t from, std::uint64_t to) {
-  using A = decltype(widen(G{}));
   constexpr int kAll = Unit<Block, 1>::kAll;
   const Block& block = team.block();
   double sum = 0.0;
   for (std::uint64_t u = from + block.warp(); u < to; u += block.warps()) {
     const Unit<Block, kAll> unit(block, piece, u, 0, row.aligned);
     A grad[kAll][kGroup];
-    mean_gradient<G>(team, pieces, row, piece.first, unit, grad);
+    load_gradient<G>(team, pieces, row, piece.first, unit, grad);
     for (int g = 0; g < kAll; ++g) {
       for (int i = 0; i < kGroup; ++i) sum += double(grad[g][i]) * double(grad[g][i]);
     }
@@ -291,25 +292,29 @@ template <class Block>
 PK_HD inline void measure(Team<Block>& team, const Pieces& pieces) {
   double (&mine)[2] = team.block().state().sums[team.thread()];
   mine[0] = mine[1] = 0.0;
+  const bool wide = team.verdict().wide;
   each_piece(
       team.block(), pieces,
       [&](const PieceRow& piece, const ParameterRow& row, std::uint64_t from, std::uint64_t to) {
-        double sum = 0.0;
+        const auto sum = [&]<class G>() {
+          return wide ? sum_of_squares<G, double>(team, pieces, piece, row, from, to)
+                      : sum_of_squares<G, float>(team, pieces, piece, row, from, to);
+        };
+        double& whole = mine[row.split];
         switch (row.grad_dtype) {
           case Dtype::f64:
-            sum = sum_of_squares<double>(team, pieces, piece, row, from, to);
+            whole += sum_of_squares<double, double>(team, pieces, piece, row, from, to);
             break;
           case Dtype::f32:
-            sum = sum_of_squares<float>(team, pieces, piece, row, from, to);
+            whole += sum.template operator()<float>();
             break;
           case Dtype::bf16:
-            sum = sum_of_squares<bf16>(team, pieces, piece, row, from, to);
+            whole += sum.template operator()<bf16>();
             break;
           case Dtype::f16:
-            sum = sum_of_squares<f16>(team, pieces, piece, row, from, to);
+            whole += sum.template operator()<f16>();
             break;
         }
-        mine[row.split] += sum;
       });
 }
 
@@ -351,10 +356,11 @@ PK_HD PK_INLINE void run(Block& block, const NormCall& call) {
       if (thread == 0) {
         for (int i = 0; i < 2; ++i) team.control().squares[i] = sums[0][i];
       }
-      if (gate(team) && thread < 2) {
+      const bool all_there = gate(team);
+      for (int i = thread; i < 2 && all_there; i += block.threads()) {
         double total = 0.0;
-        for (int r = 0; r < team.size(); ++r) total += team.control(r).squares[thread];
-        call.squares_at[thread] = total;
+        for (int r = 0; r < team.size(); ++r) total += team.control(r).squares[i];
+        call.squares_at[i] = total;
       }
     }
   }

@@ -23,13 +23,53 @@ inline constexpr std::uint64_t kQuadBytes = 16;
 
 #if defined(__CUDACC__)
 using Quad = uint4;
+using Pair = uint2;
 #else
 struct alignas(kQuadBytes) [[gnu::may_alias]] Quad {
   std::uint32_t x, y, z, w;
 };
+struct alignas(8) [[gnu::may_alias]] Pair {
+  std::uint32_t x, y;
+};
 #endif
 
 namespace {  // internal linkage, see dtypes.h
+
+// A pointer into device memory, which addresses that come out of a table do not tell by themselves.
+template <class T>
+PK_HD inline T* in_global(T* p) {
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(__isGlobal(p));
+#endif
+  return p;
+}
+
+// Stores that stay whole: the compiler would split one of which another branch stores parts.
+PK_HD inline void store_whole(Quad* to, Quad q) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+               "r"(q.x), "r"(q.y), "r"(q.z), "r"(q.w)
+               : "memory");
+#else
+  *to = q;
+#endif
+}
+PK_HD inline void store_whole(Pair* to, Pair p) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(p.x),
+               "r"(p.y)
+               : "memory");
+#else
+  *to = p;
+#endif
+}
+PK_HD inline void store_whole(std::uint32_t* to, std::uint32_t word) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.global.b32 [%0], %1;" ::"l"(__cvta_generic_to_global(to)), "r"(word) : "memory");
+#else
+  *to = word;
+#endif
+}
 
 PK_HD inline bool is_aligned(const void* p) {
   return reinterpret_cast<std::uintptr_t>(p) % kQuadBytes == 0;
@@ -39,8 +79,8 @@ PK_HD inline bool is_aligned(const void* p) {
 template <class T, class Block>
 PK_HD inline void copy_units(const Block& block, std::byte* to, const std::byte* from,
                              std::uint64_t bytes) {
-  const auto source = reinterpret_cast<const T*>(from);
-  const auto target = reinterpret_cast<T*>(to);
+  const auto source = in_global(reinterpret_cast<const T*>(from));
+  const auto target = in_global(reinterpret_cast<T*>(to));
   const std::uint64_t count = bytes / sizeof(T), stride = std::uint64_t(block.threads());
   std::uint64_t i = std::uint64_t(block.thread());
   constexpr int kTogether = 4;
@@ -71,8 +111,8 @@ PK_HD inline void copy(const Block& block, std::byte* to, const std::byte* from,
 
 }  // namespace
 
-// One weighted sum of a block, over inputs of the ranks that a verdict names, added in that order with
-// fma, rounded once.
+// One weighted sum of a block, over inputs of the ranks that a verdict names, added in that order
+// with fma, rounded once.
 struct SumOverRanks {
   Dtype dtype;
   std::uint64_t bytes;
@@ -139,7 +179,7 @@ PK_HD void sum_elements(const Block& block, const Endpoint& endpoint, const Verd
     const bool both = q + stride < quads;
     A sum[2][S::kWidth] = {};
     for (int k = 0; k < verdict.readers; ++k) {
-      const Quad* in = reinterpret_cast<const Quad*>(input(k));
+      const Quad* in = in_global(reinterpret_cast<const Quad*>(input(k)));
       const A c = A(verdict.coefficient[k]);
       const Quad x = in[q], y = in[both ? q + stride : q];
       S::step(k, c, x, sum[0]);
@@ -147,25 +187,27 @@ PK_HD void sum_elements(const Block& block, const Endpoint& endpoint, const Verd
     }
     const Quad x = S::pack(sum[0]), y = S::pack(sum[1]);
     each_output(endpoint, job, [&](std::byte* to) {
-      reinterpret_cast<Quad*>(to)[q] = x;
-      if (both) reinterpret_cast<Quad*>(to)[q + stride] = y;
+      Quad* out = in_global(reinterpret_cast<Quad*>(to));
+      out[q] = x;
+      if (both) out[q + stride] = y;
     });
   }
   const std::uint64_t count = job.bytes / sizeof(T);
   for (std::uint64_t i = quads * S::kWidth + first; i < count; i += stride) {
     A sum = A(0);
     for (int k = 0; k < verdict.readers; ++k) {
-      const A x = A(widen(reinterpret_cast<const T*>(input(k))[i]));
+      const A x = A(widen(in_global(reinterpret_cast<const T*>(input(k)))[i]));
       sum = S::step(k, A(verdict.coefficient[k]), x, sum);
     }
     const T rounded = S::L::pack(sum);
-    each_output(endpoint, job, [&](std::byte* to) { reinterpret_cast<T*>(to)[i] = rounded; });
+    each_output(endpoint, job,
+                [&](std::byte* to) { in_global(reinterpret_cast<T*>(to))[i] = rounded; });
   }
 }
 
 template <class Block>
 PK_HD PK_NOINLINE void sum_over_ranks(const Block& block, const Endpoint& endpoint,
-                                    const Verdict& verdict, SumOverRanks job) {
+                                      const Verdict& verdict, SumOverRanks job) {
   switch (job.dtype) {
     case Dtype::f64:
       return sum_elements<double, double>(block, endpoint, verdict, job);

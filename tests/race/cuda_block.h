@@ -68,7 +68,8 @@ class HostBlock {
 // Zeroed memory on a line.
 struct Zeroed {
   explicit Zeroed(std::uint64_t bytes)
-      : data(static_cast<std::byte*>(std::aligned_alloc(kLine, round_up(bytes, kLine))), std::free) {
+      : data(static_cast<std::byte*>(std::aligned_alloc(kLine, round_up(bytes, kLine))),
+             std::free) {
     std::memset(data.get(), 0, round_up(bytes, kLine));
   }
   std::unique_ptr<std::byte, void (*)(void*)> data;

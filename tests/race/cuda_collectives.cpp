@@ -1,5 +1,5 @@
-// The collectives of csrc/cuda as threads of the host run them, for ThreadSanitizer: every result is
-// the CPU backend's to the bit, and near a float64 mean.
+// The collectives of csrc/cuda as threads of the host run them, for ThreadSanitizer: every result
+// is the CPU backend's to the bit, and near a float64 mean.
 //
 //     cuda_collectives RANKS THREADS BLOCKS
 #include <cmath>
@@ -77,7 +77,8 @@ class Case {
     }
     bytes_ = begin;
     const Layout& layout = gpus.endpoint(0).layout;
-    if (bytes_ > std::uint64_t(gpus.blocks()) * layout.slot_bytes()) way = std::max(way, Way::staged);
+    if (bytes_ > std::uint64_t(gpus.blocks()) * layout.slot_bytes())
+      way = std::max(way, Way::staged);
     for (int r = 0; r < gpus.size(); ++r) {
       tensors_.emplace_back(bytes_);
       for (std::size_t t = 0; t < list_.size(); ++t) {
@@ -130,7 +131,8 @@ class Case {
     auto& spans = spans_[std::size_t(rank)];
     for (std::size_t t = 0; t < list_.size(); ++t) {
       const auto [dtype, count] = list_[t];
-      spans.push_back({data(rank, t), count * size_of(dtype), begins_[t], begins_[t], segment, dtype});
+      spans.push_back(
+          {data(rank, t), count * size_of(dtype), begins_[t], begins_[t], segment, dtype});
     }
     Entry entry;
     entry.header.operation = pk::Operation(int(operation_) + 2);
@@ -138,7 +140,8 @@ class Case {
     entry.header.scale = scale_;
     entry.header.placement = std::uint64_t(segment + 1);
     entry.total_at = &totals_[rank];
-    const Spans list{spans[0], spans.size() > 1 ? spans.data() : nullptr, int(spans.size()), bytes_};
+    const Spans list{spans[0], spans.size() > 1 ? spans.data() : nullptr, int(spans.size()),
+                     bytes_};
     std::byte* shard = shards_[std::size_t(rank)].data.get();
     const Endpoint* endpoint = &gpus_.endpoint(rank);
     if (operation_ == Operation::all_gather) {
@@ -187,7 +190,8 @@ class Case {
     if (operation_ == Operation::all_gather) {
       const std::vector<std::byte> whole = gathered();
       for (int r = 0; r < gpus_.size(); ++r) {
-        require(std::memcmp(result(r, t), whole.data(), whole.size()) == 0, "an all-gather is whole");
+        require(std::memcmp(result(r, t), whole.data(), whole.size()) == 0,
+                "an all-gather is whole");
       }
       return;
     }
@@ -256,8 +260,12 @@ void run_cases(Gpus& gpus) {
       }
       add(Operation::all_reduce, way, {{dtype, 501}}, 0x1p-110);  // added in double
     }
-    add(Operation::all_reduce, way, {{Dtype::f32, 3}, {Dtype::bf16, 0}, {Dtype::bf16, 1501},
-                                     {Dtype::f64, 7}, {Dtype::f32, 2049}});
+    add(Operation::all_reduce, way,
+        {{Dtype::f32, 3},
+         {Dtype::bf16, 0},
+         {Dtype::bf16, 1501},
+         {Dtype::f64, 7},
+         {Dtype::f32, 2049}});
   }
   // Several chunks of each share, so that both slots come again.
   add(Operation::all_reduce, Way::staged, {{Dtype::f32, 60001}});
@@ -282,8 +290,10 @@ void run_refusals(Gpus& gpus) {
       if (r == odd) change(entry, weights[std::size_t(r)]);
       const Spans list{span, nullptr, 1, 448};
       const bool one = r == odd || r % 2;  // ranks that disagree may start other numbers of blocks
-      gpus.call(r, ReduceCall{&gpus.endpoint(r), entry, list, {448, kLine, gpus.size()}, one, false,
-                              nullptr}, 1);
+      gpus.call(r,
+                ReduceCall{
+                    &gpus.endpoint(r), entry, list, {448, kLine, gpus.size()}, one, false, nullptr},
+                1);
     }
     gpus.finish();
     for (int r = 0; r < gpus.size(); ++r) {
@@ -307,7 +317,8 @@ void run_timeout(int size, int threads) {
     const auto start = std::chrono::steady_clock::now();
     for (int r = 0; r < size - 1; ++r) {
       Entry entry;
-      const ReduceCall nothing{&gpus.endpoint(r), entry, {}, {0, kLine, size}, false, false, nullptr};
+      const ReduceCall nothing{
+          &gpus.endpoint(r), entry, {}, {0, kLine, size}, false, false, nullptr};
       gpus.call(r, nothing, 2);
     }
     gpus.finish();
