@@ -334,11 +334,11 @@ class Communicator:
     def barrier(self, stream: int) -> None:
         """Later work on the stream starts after every rank has come here."""
     def status(self) -> tuple[int, int]:
-        """(outcome, rank) of the first thing a kernel found wrong since the last call of this.
+        """(outcome, rank) of what a kernel found wrong, as far as kernels have come; 0: nothing.
 
-        Outcome 0: nothing, as far as kernels have come. "mismatch", "bad_weight", "fault" and
-        "layouts" are told once: that call changed nothing and the group works on. "timeout",
-        "peer_lost" and "interrupted" break the group, name the rank to blame, and stay.
+        "mismatch", "bad_weight", "fault" and "layouts" are told once, the last of them, with rank
+        -1: those calls changed nothing and the group works on. "timeout", "peer_lost" and
+        "interrupted" break the group, name the rank to blame (-1: not known), and stay.
         """
     def abort(self, outcome: int, rank: int) -> None:
         """Break the group from the host: kernels that wait give up at once, on every rank."""

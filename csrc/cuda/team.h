@@ -129,7 +129,7 @@ class Team {
     for (std::uint32_t looks = 1;; ++looks) {
       if (come()) return true;
       if (looks % 64 == 0) {
-        if (broken() != 0) return false;
+        if (hopeless()) return false;
         if (block_.nanoseconds() - start > patience * endpoint_.timeout_nanoseconds) {
           break_group(std::uint32_t(Outcome::timeout) << 16 | std::uint32_t(peer));
           return false;
@@ -139,15 +139,15 @@ class Team {
     }
   }
 
-  // Why the group broke, or 0; the host is told.
-  PK_HD std::uint32_t broken() const {
-    std::uint32_t cause = control().broken.load(kRelaxed);
-    if (cause == 0) {
-      cause = endpoint_.host->abort.load(kRelaxed);
-      if (cause != 0) break_group(cause);
-    }
+  PK_HD std::uint32_t broken() const { return control().broken.load(kRelaxed); }
+
+  // Whether this rank, a peer or the host has broken the group; for those who wait.
+  PK_HD bool hopeless() const {
+    const std::uint32_t abort = endpoint_.host->abort.load(kRelaxed);
+    if (abort != 0) break_group(abort);
+    const std::uint32_t cause = broken();
     if (cause != 0) endpoint_.host->broken.store(cause, kRelaxed);
-    return cause;
+    return cause != 0;
   }
 
   PK_HD void break_group(std::uint32_t cause) const {
@@ -176,7 +176,8 @@ class Team {
 
   PK_HD void conclude(bool opened, const Entry& entry, Verdict& verdict) const {
     if (!opened) {
-      verdict.outcome = Outcome::peer_lost;  // which of the causes, the host knows
+      verdict.outcome = Outcome::peer_lost;  // or another cause: the host is told which
+      endpoint_.host->broken.store(broken(), kRelaxed);
     } else if (verdict.outcome != Outcome::done) {
       const std::uint32_t count = ++control().refusals;
       endpoint_.host->refused.store(count << 8 | std::uint32_t(verdict.outcome), kRelaxed);

@@ -178,6 +178,7 @@ PK_HD void sum_elements(const Block& block, const Endpoint& endpoint, const Verd
        q += 2 * stride) {  // two at a time: more loads on the way
     const bool both = q + stride < quads;
     A sum[2][S::kWidth] = {};
+    PK_UNROLL(2)
     for (int k = 0; k < verdict.readers; ++k) {
       const Quad* in = in_global(reinterpret_cast<const Quad*>(input(k)));
       const A c = A(verdict.coefficient[k]);
