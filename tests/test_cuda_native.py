@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,14 +215,17 @@ def test_no_kernel_spills_on_any_architecture(module: Any, library: Path, tools:
 def test_streaming_kernels_move_sixteen_bytes_and_read_peers_coherently(
     module: Any, library: Path, tools: Path
 ) -> None:
-    for architecture in module.architectures:
-        text = dump(tools, "-sass", "-arch", f"sm_{architecture}", library)
+    with ThreadPoolExecutor() as pool:
+        texts = pool.map(
+            lambda a: dump(tools, "-sass", "-arch", f"sm_{a}", library), module.architectures
+        )
+    for text in texts:
         code = dict(zip(*[iter(re.split(r"Function : (\S+)", text)[1:])] * 2, strict=True))
         streaming = [n for n in code if re.search("ReduceCall|GatherCall|Update", n)]
         assert len(streaming) == 18
         for name in streaming:
             wide = r"\.E(\.\w+)*\.(128|256)\b"
-            assert re.search(f"LDG{wide}", code[name]), (architecture, name)
-            assert re.search(f"STG{wide}", code[name]), (architecture, name)
+            assert re.search(f"LDG{wide}", code[name]), name
+            assert re.search(f"STG{wide}", code[name]), name
         # The non-coherent path would read what peers wrote from a cache that nobody clears.
         assert re.findall(r"LDG?\S*\.CONSTANT\S*", text) == []
