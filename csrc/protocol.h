@@ -70,7 +70,7 @@ struct Header {
   std::uint64_t placement = 0;  // hash of the places in shared memory; 0: not all of it is there
   double weight = 1.0;          // items that this rank's values stand for
   double scale = 1.0;           // a factor its values still need
-  std::uint32_t fault = 0;      // not 0: this rank's caller gave something it must refuse
+  std::uint64_t fault = 0;      // not 0: this rank's caller gave something it must refuse
 };
 
 struct alignas(kLine) Signal {

@@ -134,8 +134,15 @@ class ShardedStep:
     As on the CPU: `add_parameter` and `add_piece` once, `set` and `upload` before each step.
     """
 
-    def __init__(self, communicator: Communicator, averaged: bool) -> None:
-        """`averaged`: gradients are the global mean already, and only the own ones are read."""
+    def __init__(self, communicator: Communicator, averaged: bool, multicast: bool = False) -> None:
+        """
+        Args:
+            averaged: gradients are the global mean already, and only the own ones are read.
+            multicast: let the NVLink switch add up gradients and spread parameters (sm_90 and
+                newer), where everything shared lies in segments with a multicast address. It adds
+                in no fixed order, and rounds a bfloat16 sum; only where all ranks' weight and scale
+                come to the same factor, else, and for float16, as without. Has never run yet.
+        """
     def add_parameter(
         self, dtype: int, stochastic: bool, split: bool, shared_param: bool, shared_grad: bool
     ) -> None:
@@ -222,10 +229,16 @@ class Communicator:
     @staticmethod
     def control_bytes(size: int, blocks: int) -> int:
         """Of control memory of one rank."""
-    def add_segment(self, addresses: Sequence[int], nbytes: int) -> None:
+    def add_segment(self, addresses: Sequence[int], nbytes: int, multicast: int = 0) -> None:
         """Make memory known that every rank reaches, by the address here of each rank's part.
 
-        Lists and steps made later find tensors in it. Waits for the copy of a few bytes.
+        Lists and steps made later find tensors in it. All ranks call this in one order, or their
+        segments have different names. Waits for the copy of a few bytes.
+
+        Args:
+            addresses: of each rank's part, multiples of 16.
+            nbytes: of one part.
+            multicast: the address of all parts at once, for `ShardedStep`'s multicast.
         """
     def remove_segment(self, address: int) -> None:
         """Forget the segment whose own part begins here; lists and steps on it must be gone."""

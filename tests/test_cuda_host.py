@@ -257,11 +257,12 @@ def test_a_rank_that_does_not_come_breaks_the_group(cuda: ModuleType) -> None:
     assert told == [(timeout, timeout)] * 2
 
 
-def test_bad_arguments_are_refused_by_name(cuda: ModuleType) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_arguments_are_refused_by_name(cuda: ModuleType, size: int) -> None:
     def body(rank: Rank) -> None:
         x = torch.zeros(8)
         with pytest.raises(ValueError, match="one address a rank, on multiples of 16"):
-            rank.comm.add_segment([x.data_ptr() + 4], 16)
+            rank.comm.add_segment([x.data_ptr() + 4] * rank.size, 16)
         with pytest.raises(ValueError, match="no segment begins there"):
             rank.comm.remove_segment(x.data_ptr())
         several = rank.comm.tensors([(x.data_ptr(), 16, 0), (x[4:].data_ptr(), 16, 0)])
@@ -275,12 +276,20 @@ def test_bad_arguments_are_refused_by_name(cuda: ModuleType) -> None:
             step.set([], [])
         with pytest.raises(ValueError, match="want squares_at"):
             rank.comm.sharded_step(step, *said(), max_norm=1.0)
+        step = cuda.ShardedStep(rank.comm, averaged=False, multicast=True)
+        step.add_parameter(0, False, False, True, True)
+        shared = rank.empty(8, torch.float32)
+        if rank.size > 1:
+            with pytest.raises(ValueError, match="segments that have a multicast address"):
+                step.set([(shared.data_ptr(), shared.data_ptr(), 0, 0, 1)], [(0.0,) * 5 + (False,)])
+            with pytest.raises(ValueError, match="said to be shared, but lies in no segment"):
+                step.set([(x.data_ptr(), x.data_ptr(), 0, 0, 1)], [(0.0,) * 5 + (False,)])
         rank.comm.close()
         rank.comm.close()
         with pytest.raises(ValueError, match="it is closed"):
             rank.comm.barrier(0)
 
-    run(cuda, 1, body)
+    run(cuda, size, body)
 
 
 def test_a_segment_can_be_forgotten_and_its_place_used_again(cuda: ModuleType) -> None:

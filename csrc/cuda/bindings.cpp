@@ -143,7 +143,8 @@ void bind_memory(py::module_& module) {
 
 void bind_step(py::module_& module) {
   py::class_<ShardedStep>(module, "ShardedStep", kLocal)
-      .def(py::init<std::shared_ptr<Communicator>, bool>())
+      .def(py::init<std::shared_ptr<Communicator>, bool, bool>(), py::arg("communicator"),
+           py::arg("averaged"), py::arg("multicast") = false)
       .def("add_parameter",
            [](ShardedStep& self, int dtype, bool stochastic, bool split, bool shared_param,
               bool shared_grad) {
@@ -181,7 +182,8 @@ void bind_communicator(py::module_& module) {
            py::arg("blocks"), py::arg("timeout_seconds"), py::arg("algorithm"),
            py::arg("virtual") = nullptr)
       .def_static("control_bytes", &Communicator::control_bytes)
-      .def("add_segment", &Communicator::add_segment)
+      .def("add_segment", &Communicator::add_segment, py::arg("addresses"), py::arg("nbytes"),
+           py::arg("multicast") = 0)
       .def("remove_segment", &Communicator::remove_segment)
       .def("tensors", &Communicator::tensors)
       .def(

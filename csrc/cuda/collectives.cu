@@ -1,4 +1,4 @@
-#include "kernel.cuh"
+#include "kernel.h"
 #include "reduction.h"
 
 namespace pk {

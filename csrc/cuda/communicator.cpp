@@ -113,15 +113,16 @@ void Communicator::require_open() const {
 
 // --- memory that every rank reaches -------------------------------------------------------------
 
-void Communicator::add_segment(const std::vector<std::uintptr_t>& addresses, std::uint64_t bytes) {
+void Communicator::add_segment(const std::vector<std::uintptr_t>& addresses, std::uint64_t bytes,
+                               std::uintptr_t multicast) {
   require_open();
-  Segment segment{{}, bytes, named_++, 0};
+  Segment segment{{}, reinterpret_cast<std::byte*>(multicast), bytes, named_, 0};
   for (const std::uintptr_t address : addresses) {
     segment.addresses.push_back(reinterpret_cast<std::byte*>(address));
   }
   const bool aligned = std::all_of(segment.addresses.begin(), segment.addresses.end(),
                                    [](const std::byte* p) { return is_aligned(p); });
-  if (int(addresses.size()) != size_ || !aligned) {
+  if (int(addresses.size()) != size_ || !aligned || !is_aligned(segment.multicast)) {
     throw std::invalid_argument(
         "Communicator.add_segment: wanted one address a rank, on multiples of 16");
   }
@@ -138,6 +139,7 @@ void Communicator::add_segment(const std::vector<std::uintptr_t>& addresses, std
                    cudaMemcpyHostToDevice),
         "cudaMemcpy");
   *free = true;
+  ++named_;
   segments_.push_back(std::move(segment));
 }
 

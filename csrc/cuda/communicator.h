@@ -21,6 +21,7 @@ Algorithm choose_algorithm(std::uint64_t bytes, int size);
 // Memory that every rank reaches: the address here of each rank's part.
 struct Segment {
   std::vector<std::byte*> addresses;
+  std::byte* multicast;  // the address here of all parts at once, or null
   std::uint64_t bytes;
   std::uint64_t name;  // equal on every rank
   int slot;            // in Endpoint::segments
@@ -73,7 +74,8 @@ class Communicator {
 
   static std::uint64_t control_bytes(int size, int blocks);
 
-  void add_segment(const std::vector<std::uintptr_t>& addresses, std::uint64_t bytes);
+  void add_segment(const std::vector<std::uintptr_t>& addresses, std::uint64_t bytes,
+                   std::uintptr_t multicast);
   void remove_segment(std::uintptr_t address);
   std::optional<Place> find(const void* data, std::uint64_t bytes) const;
 

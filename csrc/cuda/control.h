@@ -14,8 +14,9 @@ template <class T>
 using device_atomic = std::atomic<T>;
 #endif
 
-inline constexpr std::uint64_t kChunkBytes = 16384;  // of one shard, that one block stages at once
-inline constexpr int kMaxSegments = 1024;            // known to a communicator at a time
+// What one block stages at once, of all shards and at least of each.
+inline constexpr std::uint64_t kSlotBytes = 65536, kLeastChunkBytes = 4096;
+inline constexpr int kMaxSegments = 1024;  // known to a communicator at a time
 
 // Between a rank's kernels and its host, in the host's memory. Causes are `outcome << 16 | rank`.
 struct alignas(kLine) HostWords {
@@ -46,7 +47,10 @@ struct alignas(kLine) BlockRecord {
 struct Layout {
   int size;
   int blocks;
-  PK_HD std::uint64_t slot_bytes() const { return std::uint64_t(size) * kChunkBytes; }
+  PK_HD std::uint64_t chunk_bytes() const {  // of one shard
+    return max_u64(kLeastChunkBytes, kSlotBytes / std::uint64_t(size) / kLine * kLine);
+  }
+  PK_HD std::uint64_t slot_bytes() const { return std::uint64_t(size) * chunk_bytes(); }
   PK_HD std::uint64_t signal(int block, std::uint32_t ticket) const {
     return sizeof(Control) + (std::uint64_t(block) * 2 + (ticket & 1)) * sizeof(Signal);
   }
@@ -54,11 +58,11 @@ struct Layout {
     return signal(blocks, 0) + std::uint64_t(block) * sizeof(BlockRecord);
   }
   PK_HD std::uint64_t inputs(int block, std::uint32_t slot) const {
-    const std::uint64_t each = 2 * (slot_bytes() + kChunkBytes);
+    const std::uint64_t each = 2 * (slot_bytes() + chunk_bytes());
     return record(blocks) + std::uint64_t(block) * each + slot * slot_bytes();
   }
   PK_HD std::uint64_t results(int block, std::uint32_t slot) const {
-    return inputs(block, 2) + slot * kChunkBytes;
+    return inputs(block, 2) + slot * chunk_bytes();
   }
   PK_HD std::uint64_t bytes() const { return inputs(blocks, 0); }
 };

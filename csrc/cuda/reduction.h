@@ -73,25 +73,28 @@ template <class Block>
 class Reducing {
  public:
   PK_HD Reducing(Team<Block>& team, const ReduceCall& call)
-      : team_(team), call_(call), endpoint_(team.endpoint()) {}
+      : team_(team),
+        call_(call),
+        endpoint_(team.endpoint()),
+        chunk_(endpoint_.layout.chunk_bytes()) {}
 
   PK_HD std::uint64_t chunks() const {  // of the largest share, the same on every rank and block
-    return ceil_div(share_of(call_.cut(0), team_.block().count(), 0).size(), kChunkBytes);
+    return ceil_div(share_of(call_.cut(0), team_.block().count(), 0).size(), chunk_);
   }
 
   PK_HD void fill(std::uint64_t chunk, std::uint32_t slot) {
     for (int step = 0; step < endpoint_.size; ++step) {
       const int owner = endpoint_.visited(step);
       if (owner == endpoint_.rank) continue;
-      std::byte* to = mine(inputs(slot) + std::uint64_t(owner) * kChunkBytes);
-      copy_out(chunk_of(team_.part(call_.cut(owner)), kChunkBytes, chunk), to);
+      std::byte* to = mine(inputs(slot) + std::uint64_t(owner) * chunk_);
+      copy_out(chunk_of(team_.part(call_.cut(owner)), chunk_, chunk), to);
     }
   }
 
   PK_HD void reduce(std::uint64_t chunk, std::uint32_t reading, std::uint32_t filling) {
     const Range shard = call_.cut(endpoint_.rank);
-    const Range range = chunk_of(team_.part(shard), kChunkBytes, chunk);
-    const std::uint64_t in = inputs(reading) + std::uint64_t(endpoint_.rank) * kChunkBytes;
+    const Range range = chunk_of(team_.part(shard), chunk_, chunk);
+    const std::uint64_t in = inputs(reading) + std::uint64_t(endpoint_.rank) * chunk_;
     const std::uint64_t result = endpoint_.layout.results(team_.block().index(), filling);
     call_.spans.each(
         range, [&](const Span& span, std::uint64_t offset, std::uint64_t bytes, std::uint64_t at) {
@@ -108,7 +111,7 @@ class Reducing {
     for (int step = 0; step < endpoint_.size; ++step) {
       const int owner = endpoint_.visited(step);
       if (owner == endpoint_.rank) continue;
-      const Range range = chunk_of(team_.part(call_.cut(owner)), kChunkBytes, chunk);
+      const Range range = chunk_of(team_.part(call_.cut(owner)), chunk_, chunk);
       const std::byte* from =
           endpoint_.controls[owner] + endpoint_.layout.results(team_.block().index(), slot);
       call_.spans.each(range, [&](const Span& span, std::uint64_t offset, std::uint64_t bytes,
@@ -171,6 +174,7 @@ class Reducing {
   Team<Block>& team_;
   const ReduceCall& call_;
   const Endpoint& endpoint_;
+  const std::uint64_t chunk_;
 };
 
 // The bodies of the kernels.

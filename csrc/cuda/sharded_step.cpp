@@ -5,13 +5,10 @@
 namespace pk {
 namespace {
 
-bool all_aligned(std::initializer_list<const void*> places) {
-  return std::all_of(places.begin(), places.end(), is_aligned);
-}
-
 bool is_aligned_piece(const PieceRow& piece) {
   const MomentStorage& m = piece.moments;
-  return all_aligned({piece.master, m.exp_avg, m.exp_avg_sq, m.max_exp_avg_sq});
+  return is_aligned(piece.master) && is_aligned(m.exp_avg) && is_aligned(m.exp_avg_sq) &&
+         is_aligned(m.max_exp_avg_sq);
 }
 
 }  // namespace
@@ -27,33 +24,40 @@ void ShardedStep::add_piece(const PieceRow& piece) {
 ParameterRow ShardedStep::row_of(std::size_t index, const Row& row, const Setting& setting,
                                  PlacementHash& placement) const {
   const Parameter& p = parameters_[index];
-  ParameterRow made{row.steps,
-                    setting.adam,
-                    row.param,
-                    row.grad,
-                    0,
-                    0,
-                    -1,
-                    -1,
-                    p.dtype,
-                    row.grad_dtype,
-                    p.stochastic,
-                    p.split,
-                    setting.maximize,
-                    all_aligned({row.param, row.grad})};
-  const auto locate = [&](const void* data, int& segment, std::uint64_t& offset) {
+  ParameterRow made{};
+  made.steps = row.steps;
+  made.setting = setting.adam;
+  made.param = row.param;
+  made.grad = row.grad;
+  made.param_segment = made.grad_segment = -1;
+  made.dtype = p.dtype;
+  made.grad_dtype = row.grad_dtype;
+  made.stochastic = p.stochastic;
+  made.split = p.split;
+  made.maximize = setting.maximize;
+  made.aligned = is_aligned(row.param) && is_aligned(row.grad);
+  const auto locate = [&](const void* data, int& segment, std::uint64_t& offset, std::byte*& all) {
     const auto place = comm_->find(data, 1);
+    const std::string name = "ShardedStep.set: parameter " + std::to_string(index);
     if (!place) {
-      throw std::invalid_argument("ShardedStep.set: parameter " + std::to_string(index) +
+      throw std::invalid_argument(name +
                                   " or its gradient is said to be shared, but lies in no segment");
     }
     segment = place->segment->slot;
     offset = place->offset;
     placement.add(place->segment->name, offset);
+    if (!multicast_) return;
+    if (!place->segment->multicast) {
+      throw std::invalid_argument(name +
+                                  ": multicast wants segments that have a multicast address");
+    }
+    all = place->segment->multicast + offset;
   };
-  if (comm_->size() > 1 && p.shared_param) locate(row.param, made.param_segment, made.param_offset);
+  if (comm_->size() > 1 && p.shared_param) {
+    locate(row.param, made.param_segment, made.param_offset, made.all_params);
+  }
   if (comm_->size() > 1 && p.shared_grad && !averaged_) {
-    locate(row.grad, made.grad_segment, made.grad_offset);
+    locate(row.grad, made.grad_segment, made.grad_offset, made.all_grads);
   }
   return made;
 }

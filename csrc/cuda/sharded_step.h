@@ -11,8 +11,9 @@ namespace pk {
 class ShardedStep {
  public:
   // `averaged`: gradients are the global mean already, and only the own ones are read.
-  ShardedStep(std::shared_ptr<Communicator> comm, bool averaged)
-      : comm_(std::move(comm)), averaged_(averaged) {}
+  // `multicast`: through multicast.h, for shared parameters.
+  ShardedStep(std::shared_ptr<Communicator> comm, bool averaged, bool multicast)
+      : comm_(std::move(comm)), averaged_(averaged), multicast_(multicast) {}
 
   // What stays the same from step to step.
   struct Parameter {
@@ -57,7 +58,7 @@ class ShardedStep {
   const std::byte* table() const;
 
   std::shared_ptr<Communicator> comm_;
-  bool averaged_;
+  bool averaged_, multicast_;
   std::vector<Parameter> parameters_;
   std::vector<PieceRow> pieces_;
   std::vector<ParameterRow> rows_;

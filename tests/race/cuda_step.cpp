@@ -287,10 +287,19 @@ class Training {
     for (int p = 0; p < kParameters; ++p) {
       Buffers& b = buffers(rank, p);
       const auto [param, grad] = segments_[std::size_t(p)];
-      tables_.back().rows.push_back({nullptr, kSetting, b.param.data.get(), b.grad.data.get(), 0, 0,
-                                     param, grad, kind_.dtype, kind_.grad_dtype,
-                                     kind_.dtype == Dtype::bf16 && !kind_.master, p == 1,
-                                     kind_.maximize, kind_.aligned});
+      ParameterRow row{};
+      row.setting = kSetting;
+      row.param = b.param.data.get();
+      row.grad = b.grad.data.get();
+      row.param_segment = param;
+      row.grad_segment = grad;
+      row.dtype = kind_.dtype;
+      row.grad_dtype = kind_.grad_dtype;
+      row.stochastic = kind_.dtype == Dtype::bf16 && !kind_.master;
+      row.split = p == 1;
+      row.maximize = kind_.maximize;
+      row.aligned = kind_.aligned;
+      tables_.back().rows.push_back(row);
       const Range mine = owned(kCounts[p], gpus_.size(), rank);
       if (mine.size() == 0) continue;
       tables_.back().pieces.push_back({std::uint32_t(p), std::uint32_t(10 + p), mine.begin,
