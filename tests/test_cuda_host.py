@@ -315,16 +315,15 @@ def gradient(rank: int, index: int, step: int) -> torch.Tensor:
     return torch.randn(SIZES[index], generator=generator)
 
 
-def train(rank: Rank, dtype: torch.dtype, max_norm: float, steps: int) -> Any:
+def train(rank: Rank, dtypes: tuple[torch.dtype, ...], max_norm: float, steps: int) -> Any:
     """Steps of ShardedStep over parameters of which each rank owns whole blocks."""
     step = rank.cuda.ShardedStep(rank.comm, False)
-    code = DTYPE_CODES[dtype]
     params, grads, state = [], [], []
     counts = torch.zeros(len(SIZES))
-    for index, numel in enumerate(SIZES):
+    for index, (numel, dtype) in enumerate(zip(SIZES, dtypes, strict=True)):
         params.append(rank.empty(numel, dtype).copy_(torch.linspace(-1, 1, numel)))
         grads.append(rank.empty(numel, torch.float32))
-        step.add_parameter(code, False, index == 1, True, True)
+        step.add_parameter(DTYPE_CODES[dtype], False, index == 1, True, True)
         blocks = -(-numel // 256)
         each = -(-blocks // rank.size) * 256
         start, stop = min(numel, rank.rank * each), min(numel, (rank.rank + 1) * each)
@@ -369,17 +368,21 @@ def train(rank: Rank, dtype: torch.dtype, max_norm: float, steps: int) -> Any:
     return params, counts, reports
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F32, F32), (BF16, F32, BF16)], ids=["one", "two kinds"])
 @pytest.mark.parametrize("max_norm", [0.0, 5.0])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_step_is_adamw_on_the_mean_gradient(
-    cuda: ModuleType, size: int, max_norm: float, dtype: torch.dtype
+    cuda: ModuleType, size: int, max_norm: float, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     steps = 3
-    results = run(cuda, size, lambda rank: train(rank, dtype, max_norm, steps))
+    results = run(cuda, size, lambda rank: train(rank, dtypes, max_norm, steps))
 
     total = sum(r + 1.0 for r in range(size))
-    wanted = [torch.linspace(-1, 1, n).to(dtype).double().requires_grad_() for n in SIZES]
+    starts = [torch.linspace(-1, 1, n).to(d) for n, d in zip(SIZES, dtypes, strict=True)]
+    wanted = [start.double().requires_grad_() for start in starts]
     optimizer = torch.optim.AdamW(wanted, **OPTIONS)
     norms = []
     for number in range(steps):
@@ -391,11 +394,11 @@ def test_the_step_is_adamw_on_the_mean_gradient(
             torch.nn.utils.clip_grad_norm_(wanted, max_norm)
         optimizer.step()
 
-    bound = 2e-6 if dtype == torch.float32 else 2**-8
     for params, counts, reports in results:
         assert counts.tolist() == [steps] * len(SIZES)
         for p, exact, same in zip(params, wanted, results[0][0], strict=True):
             assert torch.equal(p, same)
+            bound = 2e-6 if p.dtype == F32 else 2**-8
             torch.testing.assert_close(p.double(), exact.detach(), rtol=bound, atol=bound)
         for (report, squares), norm in zip(reports, norms, strict=False):
             assert report == [pytest.approx(norm, rel=1e-6), 0.0, total]
