@@ -229,7 +229,7 @@ PK_HD inline void load_gradient(const Team<Block>& team, const Pieces& pieces,
       A x[kGroup];
       load_group<G>(base, first + unit.at + unit.index(g), unit.count(g), unit.aligned, x);
       for (int i = 0; i < kGroup; ++i) {
-        grad[g][i] = k == begin ? L::mul(c, x[i]) : L::fma(c, x[i], grad[g][i]);
+        grad[g][i] = k == begin ? c * x[i] : L::fma(c, x[i], grad[g][i]);
       }
     }
   }
@@ -256,7 +256,7 @@ PK_HD inline bool load_gradient_of_all(const Verdict& verdict, const ParameterRo
     if (!load_from_all(row.all_grads + (first + unit.at + unit.index(g)) * sizeof(G), sum)) {
       return false;
     }
-    for (int i = 0; i < kGroup; ++i) grad[g][i] = Scalar<A, A>::mul(c, A(widen(sum[i])));
+    for (int i = 0; i < kGroup; ++i) grad[g][i] = c * A(widen(sum[i]));
   }
   return true;
 }
@@ -404,6 +404,7 @@ namespace {
 template <class S, class A, class Block, int n>
 PK_HD inline void load_moment(bool second, const void* stored, const float* scales,
                               const Unit<Block, n>& unit, A (&x)[n][kGroup]) {
+  using L = Scalar<A, A>;
   for (int g = 0; g < n; ++g) {
     S value[kGroup];
     load_group(static_cast<const S*>(stored) + unit.at + unit.index(g), unit.count(g), unit.aligned,
@@ -411,8 +412,8 @@ PK_HD inline void load_moment(bool second, const void* stored, const float* scal
     if constexpr (sizeof(S) == 1) {
       const float scale = scales[unit.number];
       for (int i = 0; i < kGroup; ++i) {
-        x[g][i] = second ? decode_exp_avg_sq(std::uint8_t(value[i]), scale)
-                         : decode_exp_avg(value[i], scale);
+        x[g][i] = second ? decode_exp_avg_sq<L>(std::uint8_t(value[i]), scale)
+                         : decode_exp_avg<L>(value[i], scale);
       }
     } else {
       for (int i = 0; i < kGroup; ++i) x[g][i] = A(widen(value[i]));
@@ -425,6 +426,7 @@ template <class S, class A, class Block, int n>
 PK_HD inline void store_moment(const Block& block, bool second, void* stored, float* scales,
                                const Unit<Block, n>& unit, std::uint32_t key, int shift,
                                const A (&x)[n][kGroup]) {
+  using L = Scalar<A, A>;
   float scale = 0.0f;
   if constexpr (sizeof(S) == 1) {
     for (int g = 0; g < n; ++g) {
@@ -444,12 +446,12 @@ PK_HD inline void store_moment(const Block& block, bool second, void* stored, fl
         continue;
       } else {
         const std::uint32_t bits =
-            random_bits(key, std::uint32_t(unit.index(g) + i)) >> shift & 0xffffu;
+            random_bits<L>(key, std::uint32_t(unit.index(g) + i)) >> shift & 0xffffu;
         if constexpr (sizeof(S) == 2) {
-          value[i] = narrow_stochastic(x[g][i], bits);
+          value[i] = Scalar<bf16, float>::upper(bf16_bits(x[g][i], bits));
         } else {
-          value[i] = second ? S(encode_exp_avg_sq(x[g][i], scale, unit_float(bits)))
-                            : encode_exp_avg(x[g][i], scale, unit_float(bits));
+          value[i] = S(second ? encode_exp_avg_sq<L>(x[g][i], scale, bits)
+                              : encode_exp_avg<L>(x[g][i], scale, bits));
         }
       }
     }
@@ -514,8 +516,9 @@ PK_HD inline void update_unit(Team<Block>& team, const Pieces& pieces, const Pie
     if constexpr (sizeof(P) == 2) {
       if (row.stochastic) {
         for (int i = 0; i < kGroup; ++i) {
-          const std::uint32_t random = random_bits(key(kDrawParam), unit.index(g) + i) & 0xffffu;
-          rounded[i].bits = narrow_stochastic(param[g][i], random).bits;
+          const std::uint32_t place = std::uint32_t(unit.index(g) + i);
+          const std::uint32_t bits = random_bits<Scalar<A, A>>(key(kDrawParam), place) & 0xffffu;
+          rounded[i].bits = std::uint16_t(bf16_bits(param[g][i], bits) >> 16);
         }
       }
       if (piece.master) {

@@ -131,7 +131,7 @@ struct Summing {
   using L = Scalar<T, A>;
   static constexpr int kWidth = int(kQuadBytes / sizeof(T));
 
-  PK_HD static A step(int k, A c, A x, A sum) { return k == 0 ? L::mul(c, x) : L::fma(c, x, sum); }
+  PK_HD static A step(int k, A c, A x, A sum) { return k == 0 ? c * x : L::fma(c, x, sum); }
 
   PK_HD static void step(int k, A c, const Quad& quad, A (&sum)[kWidth]) {
     T x[kWidth];
