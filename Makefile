@@ -11,9 +11,9 @@ STEPS ?= 50
 NATIVE_TESTS ?= tests/test_collectives.py
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: help build test demo lint typecheck format dist sanitize clean
+.PHONY: help build test demo lint typecheck format dist sanitize gpu-check clean
 help: ## list the targets (the default)
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(VENV)/.requirements: requirements-dev.txt
 	@echo "== setting up $(VENV) with requirements-dev.txt"
@@ -67,6 +67,9 @@ sanitize: $(VENV)/.installed ## run the tests of the native code under AddressSa
 	cd build/sanitize && PYTHONPATH=. ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 		$(BIN)/pytest $(addprefix $(CURDIR)/,$(NATIVE_TESTS))
+
+gpu-check: ## on a machine with a GPU: build, test and time everything that needs one (8 minutes)
+	@python3 bench/gpu_check.py
 
 dist: $(VENV)/.requirements ## build sdist and wheel into dist/
 	@echo "== building sdist and wheel"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import torch
+
 from .errors import (
     CollectiveMismatchError,
     InvalidArgumentError,
@@ -22,11 +24,14 @@ _FAULTS: dict[str, type[ParallelKitError]] = {
 
 
 def tell(
-    description: Sequence[str], weight: float = 1.0, fault: ParallelKitError | None = None
+    description: Sequence[str],
+    weight: float | torch.Tensor = 1.0,
+    fault: ParallelKitError | None = None,
 ) -> bytes:
     """What this rank says of its call where it is refused; arguments as `refuse`."""
     kind = type(fault).__name__ if fault else ""
-    return json.dumps([list(description), weight, kind, str(fault or "")]).encode()
+    number = weight if isinstance(weight, float) else "a tensor"  # which no host has read
+    return json.dumps([list(description), number, kind, str(fault or "")]).encode()
 
 
 def refuse(
@@ -34,7 +39,7 @@ def refuse(
     rank: int,
     outcome: str,
     description: Sequence[str],
-    weight: float = 1.0,
+    weight: float | torch.Tensor = 1.0,
     fault: ParallelKitError | None = None,
     heard: Sequence[bytes] = (),
 ) -> ParallelKitError:
@@ -63,7 +68,7 @@ def refuse(
                 error.__cause__ = fault if culprit == rank else None
                 return error
     if outcome == "bad_weight":
-        weights = ", ".join(f"{w!r} on rank {r}" for r, (_, w, _, _) in enumerate(calls))
+        weights = ", ".join(f"{w} on rank {r}" for r, (_, w, _, _) in enumerate(calls))
         return InvalidArgumentError(
             f"{name}: weight must be finite and at least 0, and so must the sum; got {weights}. "
             "Nothing was changed; a rank with nothing to add passes weight=0"

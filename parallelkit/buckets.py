@@ -30,6 +30,7 @@ Private gradients, for an optimizer that reduces and steps in one pass:
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -242,6 +243,18 @@ class GradientBuckets:
                 part.mul_(reference / following)
         self.weight, self.reference = total, following
         return unit / following
+
+    @contextlib.contextmanager
+    def in_sight(self) -> Iterator[None]:
+        """Let a backward pass see sums that are private, and so add to them in place."""
+        seen = [s for s in self.slots if self.private and s.used and s.parameter.grad is None]
+        for slot in seen:
+            slot.show(slot.view)
+        try:
+            yield
+        finally:
+            for slot in seen:
+                slot.show(None)
 
     def settle(self) -> None:
         """Make every flat buffer what the sums say, whatever was done to `.grad` meanwhile."""

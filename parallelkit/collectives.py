@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .agreement import refuse
-from .arguments import Weight, as_number, described, reduction_name, reduction_number, signature_of
+from .arguments import Weight, described, reduction_name, reduction_number, signature_of
 from .errors import InvalidArgumentError, InvalidTypeError, ParallelKitError
 from .group import Group, default_group
 from .layout import flat_view
-from .prepared import PreparedAllReduce, Work
+from .prepared import PreparedAllReduce, Work, weight_for
 from .transport import REDUCTIONS, Call
 
 __all__ = [
@@ -112,7 +112,8 @@ def weighted_reduce_scatter(
         whole = _flat_argument(f"{name}: flat", flat, group)
         start, stop = shard_bounds(len(flat), group.size, group.rank)
         shard = _output(f"{name}: out", out, stop - start, whole)
-        return _Flat(whole, shard, as_number(name, weight), reduction_number(name, reduction))
+        number = reduction_number(name, reduction)
+        return _Flat(whole, shard, weight_for(name, weight, group), number)
 
     return _run_flat(name, "reduce_scatter", group, check).shard
 
@@ -161,7 +162,7 @@ class _Flat(NamedTuple):
 
     whole: torch.Tensor
     shard: torch.Tensor
-    weight: float
+    weight: float | torch.Tensor
     reduction: int
 
 
@@ -172,7 +173,7 @@ def _run_flat(name: str, operation: str, group: Group, check: Callable[[], _Flat
     try:
         flat = check()
     except ParallelKitError as error:
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, device=group.device)
         fault, flat = error, _Flat(nothing, nothing, 1.0, 0)
     whole, shard = (
         torch.view_as_real(t) if t.is_complex() else t

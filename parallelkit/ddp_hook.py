@@ -5,6 +5,7 @@ DDP compares the hook's annotations with classes, so here they are not strings.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .arguments import Weight
 from .collectives import weighted_all_reduce_
 from .group import Group, default_group
+from .prepared import Work
+from .transport.cuda_peer import CudaPeer
 
 __all__ = ["WeightedMean", "ddp_comm_hook"]
 
@@ -59,12 +62,20 @@ def _average(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     gradients, weight = bucket.buffer(), state.weight
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    if isinstance(state.group._transport, CudaPeer):  # ordered by streams, without a thread
+        work: Work = weighted_all_reduce_(gradients, weight, state.group, async_op=True)
+        return work.get_future().then(lambda _: gradients)
+    on_gpu = gradients.is_cuda
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[gradients.device] if on_gpu else None
+    )
+    stream = torch.cuda.stream(torch.cuda.current_stream()) if on_gpu else nullcontext()
 
     def run() -> None:
         try:
-            weighted_all_reduce_(gradients, weight, state.group)
-            future.set_result(gradients)
+            with stream:
+                weighted_all_reduce_(gradients, weight, state.group)
+                future.set_result(gradients)
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
 

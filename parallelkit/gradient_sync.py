@@ -19,6 +19,7 @@ from .broadcast import broadcast
 from .buckets import GradientBuckets, Slot, Spec
 from .errors import InvalidArgumentError, InvalidTypeError, ParallelKitError, UsageError
 from .group import Group
+from .in_place import gradients_in_place
 from .prepared import PreparedAllReduce, Work
 
 __all__ = ["GradientSync"]
@@ -40,6 +41,7 @@ class _Pass:
         self.plain = plain  # loss.backward(), not DataParallel.backward
         self.received = False  # a gradient has come
         self.works: list[Work] = []  # of the buckets that left, in order
+        self.streams: set[torch.cuda.Stream] = set()  # on which gradients were written
 
 
 class _Told(NamedTuple):
@@ -117,8 +119,8 @@ class GradientSync:
         self._slots = {slot.parameter: slot for slot in self._index}
         flags = len(self._index) + self._group.size + len(self._waiting)
         # Who used which parameter, had work, has thawed what. A weight of 2^40 leaves 2^-40 of it.
-        self._flags = self._group.empty(flags, dtype=torch.float64).zero_()
-        self._flags_reduction = PreparedAllReduce(self._flags, self._group, "sum")
+        self._flags = self._group._hosts.empty(flags, dtype=torch.float64).zero_()
+        self._flags_reduction = PreparedAllReduce(self._flags, self._group._hosts, "sum")
 
     def watch(self, output: Any) -> None:
         """Notice a plain loss.backward() that begins at what the module gave."""
@@ -134,6 +136,8 @@ class GradientSync:
         self._finish_leftover()
         this = _Pass(sync and self.enabled and not self._buckets.private, None, plain=False)
         self._pass = this
+        if self._group.device.type == "cuda":  # where layers write gradients in place
+            this.streams.add(torch.cuda.current_stream(self._group.device))
         try:
             self._see_changes()
             items = _checked(loss, weight, reduction)
@@ -144,7 +148,8 @@ class GradientSync:
                 factor = self._buckets.open(items, reduction, loss.dtype, thawed)
                 part = loss * factor
                 part.register_hook(self._note_task)
-                part.backward()
+                with self._buckets.in_sight(), gradients_in_place():
+                    part.backward()
             self._end(this)
         except Exception as error:
             self._abandon(error)
@@ -265,6 +270,8 @@ class GradientSync:
                 f"[rank {self._group.rank} of {self._group.size}]"
             )
         slot.fold(self._buckets.private)
+        if slot.view.is_cuda:
+            this.streams.add(torch.cuda.current_stream(slot.view.device))
         if torch._C._current_graph_task_id() != this.task:
             self._overlap = False  # a reentrant checkpoint: another such may add to this one yet
         self._buckets[index].missing -= 1
@@ -277,6 +284,8 @@ class GradientSync:
     def _start_next(self, this: _Pass, fault: ParallelKitError | None = None) -> None:
         """Let the next bucket travel; after the last one, who used what."""
         buckets, index = self._buckets, len(this.works)
+        for stream in this.streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
         if index < len(buckets):
             bucket = buckets[index]
             if fault is None:
@@ -321,10 +330,10 @@ class GradientSync:
         """Let every bucket travel that has not yet, and wait for all; the total weight."""
         while len(this.works) <= len(self._buckets):
             self._start_next(this)
-        errors = []
+        totals, errors = [], []
         for work in this.works:
             try:
-                total = work.wait()
+                totals.append(work.wait())
             except ParallelKitError as error:
                 errors.append(error)
         if errors:
@@ -332,7 +341,7 @@ class GradientSync:
             self.forget()
             raise errors[0]
         flags = iter(self._flags.gt(0).tolist())
-        return total, _Told(
+        return totals[0], _Told(
             used=[next(flags) for _ in self._index],
             working=[rank for rank in range(self._group.size) if next(flags)],
             thawed=[name for name in self._waiting if next(flags)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
 import pickle
@@ -21,8 +22,8 @@ from . import rendezvous
 from .agreement import refuse
 from .errors import InvalidArgumentError, InvalidTypeError, UsageError
 from .transport import Transport
-from .transport.choose import choose_transport, usable_cores
-from .transport.shared_memory import Mapper, SharedMemory
+from .transport.choose import choose_transport
+from .transport.cuda_peer import CudaPeer
 
 __all__ = ["Group", "init"]
 
@@ -51,8 +52,9 @@ class Group:
         mesh: the one of `from_mesh`; else None.
         scratch: memory of `empty` that nobody uses now, for parallelkit.nn.
         timeout: as given.
-        transport: "single", "shared-memory" (CPU ranks of one host), "hierarchical" (shared memory
-            inside each of several hosts) or "process-group".
+        transport: "single", "shared-memory" (CPU ranks of one host), "cuda-peer" (GPUs of one host
+            that reach each other), "hierarchical" (shared memory inside each of several hosts) or
+            "process-group".
 
     Raises:
         InvalidArgumentError: an unknown algorithm, or one that differs between ranks.
@@ -105,16 +107,23 @@ class Group:
         return made
 
     @classmethod
-    def _virtual(cls, rank: int, size: int, mapper: Mapper, timeout: timedelta) -> Group:
-        """One of several ranks in this process (parallelkit.testing.virtual_ranks)."""
+    def _over(
+        cls, rank: int, size: int, device: torch.device, timeout: timedelta, transport: Transport
+    ) -> Group:
+        """A group over a transport that there is."""
         group = cls.__new__(cls)
         group._process_group = None
-        group.rank, group.size, group.device = rank, size, torch.device("cpu")
-        group.timeout = timeout
-        group._set_transport(
-            SharedMemory(rank, size, [0] * size, len(usable_cores()), mapper, timeout, ring=False)
-        )
+        group.rank, group.size, group.device, group.timeout = rank, size, device, timeout
+        group._set_transport(transport)
         return group
+
+    @functools.cached_property
+    def _hosts(self) -> Group:
+        """The same ranks, for small numbers that no GPU has to wait for: tensors on the CPU."""
+        if not isinstance(self._transport, CudaPeer):
+            return self
+        cpu, transport = torch.device("cpu"), self._transport.host
+        return Group._over(self.rank, self.size, cpu, self.timeout, transport)
 
     def _set_transport(self, transport: Transport) -> None:
         self._transport = transport
@@ -244,7 +253,7 @@ def init(device: torch.device | str | None = None, timeout: timedelta = _DEFAULT
 
     Args:
         device: default: the CPU, or this rank's GPU where CUDA works and torch.distributed does not
-            say otherwise.
+            say otherwise. Ranks beyond the number of GPUs share them, over gloo.
         timeout: how long a collective waits for a late rank.
     """
     global _default
@@ -257,9 +266,14 @@ def init(device: torch.device | str | None = None, timeout: timedelta = _DEFAULT
             )
         return _default
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if device is None and torch.cuda.is_available():
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        backend = "nccl" if device is not None and torch.device(device).type == "cuda" else "gloo"
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if gpus and (device is None or torch.device(device) == torch.device("cuda")):
+            device = torch.device("cuda", local % gpus)
+        on_gpu = device is not None and torch.device(device).type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(device)  # NCCL's and torch.distributed's own tensors go there
+        shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus  # which NCCL refuses
+        backend = "nccl" if on_gpu and not shared else "gloo"
         rendezvous.start(backend, timeout)
         atexit.register(_leave_at_exit)  # Gloo's threads may not outlive the interpreter
     _default = Group(device=device, timeout=timeout)
@@ -280,7 +294,7 @@ def _leave_at_exit() -> None:
 
 
 def _existing(device: torch.device) -> torch.device:
-    """A device that ranks can be on, here and now."""
+    """A device that ranks can be on, here and now; of GPUs the current one where none is named."""
     if device.type not in ("cpu", "cuda") or (
         device.type == "cuda" and not torch.cuda.is_available()
     ):
@@ -288,6 +302,8 @@ def _existing(device: torch.device) -> torch.device:
             f"device must be cpu, or cuda where CUDA works, got {device}; `parallelkit doctor` "
             "tells what is there"
         )
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 

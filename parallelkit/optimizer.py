@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 from .adamw import Setting
 from .buckets import GradientBuckets
 from .data_parallel import DataParallel
+from .device_step import DeviceStep
 from .errors import ParallelKitError, UsageError
 from .group import Group, default_group
 from .optimizer_checks import STATE_DTYPES, check_alike, check_options, check_parameter
@@ -29,6 +30,7 @@ from .optimizer_step import (
 )
 from .sharded_step import Step, make_step
 from .together import together
+from .transport.cuda_peer import CudaPeer
 
 __all__ = ["ShardedAdamW"]
 
@@ -63,7 +65,6 @@ class ShardedAdamW(Optimizer):
         members: of each parameter that has state, where it lies and what this rank owns.
         averages: whether `step` averages the gradients, that is with `data_parallel`.
         last_grad_norm: of the last step before clipping, 0-dim float64; None where not measured.
-        skipped_steps: steps that a gradient that was not finite cost.
 
     Raises:
         InvalidArgumentError, InvalidTypeError: a bad option or parameter.
@@ -100,7 +101,7 @@ class ShardedAdamW(Optimizer):
         self.group = default_group(group)
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.last_grad_norm: torch.Tensor | None = None
-        self.skipped_steps = 0
+        self._skipped = 0
         self.averages = data_parallel is not None
         # torch's GradScaler leaves the scale to such an optimizer; `step` then refuses it.
         self._step_supports_amp_scaling = self.averages
@@ -109,7 +110,7 @@ class ShardedAdamW(Optimizer):
         self._buffers: list[Buffer] = []
         self._outside: list[torch.Tensor] = []  # frozen so far, without state
         self.members: dict[torch.Tensor, Member] = {}
-        self._step: Step | None = None
+        self._step: Step | DeviceStep | None = None
         self._constructed = False
 
         def prepare() -> list[str]:
@@ -188,7 +189,8 @@ class ShardedAdamW(Optimizer):
     def _place_parameters(self) -> None:
         """Give state to the new parameters, and move them; all ranks have the same. Collective."""
         names = self._new()
-        first, share = len(self.members), self.group.transport == "shared-memory"
+        first = len(self.members)
+        share = self.group.transport in ("shared-memory", "cuda-peer")
         if self._buckets is None:
             added = place(names, first, self.group, share)
         else:
@@ -213,21 +215,33 @@ class ShardedAdamW(Optimizer):
     def _restate(self) -> None:
         """Show the members' state as `.state`, and forget where it lay."""
         self.state.update({p: member.state for p, member in self.members.items()})
-        self._step = None
+        self._skipped, self._step = self.skipped_steps, None
 
-    def _prepare(self) -> Step:
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that a gradient that was not finite cost; on a GPU it waits for the last step."""
+        return self._skipped + (self._step.skipped() if isinstance(self._step, DeviceStep) else 0)
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self._skipped += count - self.skipped_steps
+
+    def _prepare(self) -> Step | DeviceStep:
         """Look up what every step asks of each member."""
         groups = self._group_of()
         self._options = {member: groups[p] for p, member in self.members.items()}
         if self._buckets is not None:
             slots = {slot.parameter: slot for slot in self._buckets.slots}
             self._slots = {member: slots[p] for p, member in self.members.items()}
+        averaged = self._buckets is None
+        if isinstance(self.group._transport, CudaPeer):
+            return DeviceStep(self._buffers, self.group, averaged)
         if self.members:
             # One tensor holds all counts: adding to 150 tensors costs as much as a small step.
             self._counts = torch.stack([m.state["step"] for m in self._options])
             for member, count in zip(self._options, self._counts.unbind(), strict=True):
                 member.state["step"] = count
-        return make_step(self._buffers, self.group, averaged=self._buckets is None)
+        return make_step(self._buffers, self.group, averaged)
 
     # -- the step -------------------------------------------------------------------------------
 
@@ -315,6 +329,21 @@ class ShardedAdamW(Optimizer):
     ) -> None:
         """Measure, decide, step."""
         assert self._step is not None
+        weight = 1.0
+        if self._buckets is not None:
+            weight, scale = self._buckets.weight, scale * self._buckets.reference
+        if isinstance(self._step, DeviceStep):
+            if self._loss_scale == 1.0:  # with a loss scale it is nothing unusual
+                self._step.warn_of_skip()
+            self.last_grad_norm = self._step.move(
+                {member: (gradients[member], self._options[member]) for member in moving},
+                weight,
+                scale,
+                self.max_grad_norm,
+                self.skip_nonfinite,
+            )
+            self._note_write(moving)
+            return
         steps = [member.state["step"] for member in moving]
         counts = self._counts if len(moving) == len(self._options) else torch.stack(steps)
         settings: dict[tuple[int, float], Setting] = {}
@@ -325,9 +354,6 @@ class ShardedAdamW(Optimizer):
             if key not in settings:
                 settings[key] = Setting.of(options, int(count) + 1)
             work[member] = (gradients[member], settings[key])
-        weight = 1.0
-        if self._buckets is not None:
-            weight, scale = self._buckets.weight, scale * self._buckets.reference
         self._step.load(work, weight, scale)
         clip = 1.0
         if self.max_grad_norm is not None or self.skip_nonfinite:
@@ -345,6 +371,10 @@ class ShardedAdamW(Optimizer):
             counts.add_(1.0)
         else:
             torch._foreach_add_(steps, 1.0)
+        self._note_write(moving)
+
+    def _note_write(self, moving: list[Member]) -> None:
+        """The optimizer itself has written these parameters."""
         torch.autograd.graph.increment_version([member.parameter for member in moving])
         for member in moving:
             member.version = member.parameter._version

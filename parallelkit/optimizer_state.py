@@ -126,7 +126,7 @@ def pack(
     state = {}
     for p, index in numbers.items():
         if p in entries and members[p].state["step"] > 0:
-            state[index] = {"step": members[p].state["step"].clone(), **entries[p]}
+            state[index] = {"step": members[p].state["step"].to("cpu", copy=True), **entries[p]}
     groups = [{**g, "params": [numbers[p] for p in g["params"]]} for g in param_groups]
     return {"state": state, "param_groups": groups}
 

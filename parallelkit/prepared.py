@@ -21,8 +21,9 @@ from .errors import InvalidArgumentError, InvalidTypeError, ParallelKitError
 from .group import Group
 from .layout import COPY, copy_back, flat_view, is_flat
 from .transport import Call, Pending, Reply
+from .transport.cuda_peer import CudaPeer
 
-__all__ = ["PreparedAllReduce", "Work"]
+__all__ = ["PreparedAllReduce", "Work", "weight_for"]
 
 
 class Work:
@@ -51,7 +52,8 @@ class Work:
 
     def get_future(self) -> torch.futures.Future[torch.Tensor]:
         """A future of what `wait` returns."""
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        devices: list[int | str | torch.device] = list(self._pending.devices)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 
         def complete() -> None:
             try:
@@ -59,7 +61,11 @@ class Work:
             except Exception as error:
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
-        threading.Thread(target=complete, daemon=True).start()
+        if devices:  # `wait` only orders the current stream: here one that nobody else uses
+            with torch.cuda.stream(torch.cuda.Stream(devices[0])):
+                complete()
+        else:
+            threading.Thread(target=complete, daemon=True).start()
         return future
 
 
@@ -120,9 +126,10 @@ class PreparedAllReduce:
         self, weight: Weight, scale: float, layout: int
     ) -> tuple[Call, ParallelKitError | None]:
         """What this rank says, and what is wrong with its arguments."""
-        fault, number = self._fault, 1.0
+        fault: ParallelKitError | None = self._fault
+        number: float | torch.Tensor = 1.0
         try:
-            number = as_number(self.name, weight)
+            number = weight_for(self.name, weight, self._group)
         except ParallelKitError as error:
             fault = fault or error
         return Call(
@@ -181,6 +188,8 @@ class PreparedAllReduce:
         for tensor, copy in self._copies:
             copy_back(tensor, copy)
         torch.autograd.graph.increment_version(self._tensors)
+        if isinstance(reply.total, torch.Tensor):
+            return reply.total
         return torch.scalar_tensor(reply.total, dtype=torch.float64, device=self._group.device)
 
 
@@ -193,3 +202,16 @@ def _listed(name: str, tensors: torch.Tensor | Sequence[torch.Tensor]) -> Sequen
         raise InvalidTypeError(
             f"{name}: tensors must be a tensor or a sequence of them, got {type(tensors).__name__}"
         ) from None
+
+
+def weight_for(name: str, weight: Weight, group: Group) -> float | torch.Tensor:
+    """A weight as a float; one that lies on a GPU stays there where the GPU itself can take it."""
+    if (
+        isinstance(weight, torch.Tensor)
+        and weight.is_cuda
+        and weight.dim() == 0
+        and not weight.is_complex()
+        and isinstance(group._transport, CudaPeer)
+    ):
+        return weight.detach()
+    return as_number(name, weight)

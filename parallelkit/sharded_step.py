@@ -1,7 +1,8 @@
 """The pass of the sharded optimizer: mean gradient of owned elements, AdamW, parameters to all.
 
 `NativeStep` does it in one pass over memory that the ranks share; `PlainStep` goes through
-torch.distributed and plain PyTorch. Both are used as
+torch.distributed and plain PyTorch. (On GPUs that reach each other it is `DeviceStep`, which tells
+the host nothing in between.) Both are used as
 
     step.load(work, weight, scale)    what moves, and what this rank's gradients count for
     step.measure()                    optional: squares of the owned elements of the mean gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -11,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -19,9 +21,13 @@ import torch.distributed as dist
 
 from .errors import InvalidArgumentError, ParallelKitError, PeerLostError
 from .group import Group, init
-from .ops import cpu
+from .ops import cpu, load_cuda
+from .transport import Transport
+from .transport.choose import usable_cores
+from .transport.cuda_peer import CudaPeer
 from .transport.memory import check_available
-from .transport.shared_memory import MappingError
+from .transport.peer_memory import Slab
+from .transport.shared_memory import MappingError, SharedMemory
 
 __all__ = ["RanksFailedError", "run_ranks", "virtual_ranks"]
 
@@ -140,29 +146,51 @@ def virtual_ranks(
 ) -> list[Any]:
     """Run `fn(group)` for `size` ranks inside this process, one thread each; results in rank order.
 
-    The same native collectives as between processes; on the CPU only.
+    The same native collectives as between processes. On a GPU all ranks are on that one, each with
+    a stream of its own, and a collective is one launch for all of them, once every rank has called
+    it; so `DataParallel` there needs `overlap=False`, since one thread runs everybody's backward,
+    and a CUDA graph captures all ranks or none.
 
     Args:
         fn: called once a rank, at the same time.
         size: number of ranks, at least 1.
-        device: "cpu".
+        device: "cpu", or a GPU.
         timeout: seconds a collective waits for a late rank.
 
     Raises:
-        InvalidArgumentError: another device, or no native extension.
+        InvalidArgumentError: a device, or a number of ranks, that cannot be had here.
         What fn raised first, by rank.
     """
-    if torch.device(device).type != "cpu" or cpu is None:
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda") or cpu is None:
         raise InvalidArgumentError(
-            f"virtual_ranks: device must be cpu, with the native extension built; got {device}"
+            "virtual_ranks: device must be cpu or cuda, with the native extensions built; "
+            f"got {device}"
         )
-    memory = _ThreadMemory(size)
+    on_gpu = _VirtualGpu(size, device) if device.type == "cuda" else None
+    algorithm = os.environ.get("PARALLELKIT_ALGORITHM", "auto")
+    segments = _Shared(size, partial(_segment, size))
     outcomes: list[Any] = [None] * size
 
     def run(rank: int) -> None:
+        deadline, cores = timedelta(seconds=timeout), len(usable_cores())
         try:
-            mapper = memory.mapper(rank)
-            with Group._virtual(rank, size, mapper, timedelta(seconds=timeout)) as group:
+            host = SharedMemory(
+                rank,
+                size,
+                [0] * size,
+                cores,
+                segments.mapper(rank),
+                deadline,
+                ring=algorithm == "ring",
+            )
+            transport: Transport = host
+            where: torch.device = torch.device("cpu")
+            ordered: Any = contextlib.nullcontext()
+            if on_gpu is not None:
+                where, ordered = on_gpu.device, on_gpu.own_stream()
+                transport = on_gpu.transport(host, rank, deadline, algorithm)
+            with ordered, Group._over(rank, size, where, deadline, transport) as group:
                 outcomes[rank] = fn(group)
         except BaseException as error:
             outcomes[rank] = error
@@ -178,33 +206,91 @@ def virtual_ranks(
     return outcomes
 
 
-class _ThreadMemory:
-    """Segments that threads share: the first to ask for the k-th one makes it."""
+class _VirtualGpu:
+    """What the ranks on one GPU have in common."""
 
-    def __init__(self, size: int) -> None:
-        self._size, self._lock, self._segments = size, threading.Lock(), list[Any]()
+    def __init__(self, size: int, device: torch.device) -> None:
+        native, lacking = load_cuda()
+        if native is not None and size > native.max_virtual_ranks:
+            lacking = f"at most {native.max_virtual_ranks} ranks fit on one GPU"
+        if native is None or lacking:
+            raise InvalidArgumentError(
+                f"virtual_ranks: {size} ranks on {device} cannot be had: {lacking}"
+            )
+        self.device = torch.device("cuda", device.index or 0)
+        self._native, self._size = native, size
+        self._together = native.VirtualRanks(size)
+        self._slabs = _Shared(size, self._make_slabs)
+
+    def own_stream(self) -> Any:
+        """Lets the calling thread work on a new stream, after what the GPU was given so far."""
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.default_stream(self.device))
+        return torch.cuda.stream(stream)
+
+    def _make_slabs(self, nbytes: int) -> list[Any]:
+        plain = self._native.Memory.plain
+        return [plain(self.device.index, nbytes) for _ in range(self._size)]
+
+    def transport(
+        self, host: SharedMemory, rank: int, timeout: timedelta, algorithm: str
+    ) -> CudaPeer:
+        """One rank's."""
+        ask = self._slabs.mapper(rank)
+
+        def mapper(nbytes: int) -> Slab:
+            memories = ask(nbytes)
+            return Slab([memory.address for memory in memories], rank, nbytes, memories)
+
+        blocks = self._native.max_blocks(self.device.index) // self._size
+        return CudaPeer(
+            self._native,
+            host,
+            rank,
+            self._size,
+            self.device,
+            blocks,
+            mapper,
+            timeout,
+            algorithm,
+            self._together,
+        )
+
+
+class _Shared:
+    """Memory that threads share: the first to ask for the k-th piece makes it, for all.
+
+    Args:
+        size: number of ranks.
+        make: bytes for each rank -> what all of them get.
+    """
+
+    def __init__(self, size: int, make: Callable[[int], Any]) -> None:
+        self._size, self._make = size, make
+        self._lock, self._made = threading.Lock(), list[Any]()
 
     def mapper(self, rank: int) -> Callable[[int], Any]:
+        """What one thread asks with: its k-th call gives the k-th piece, or a MappingError."""
         asked = 0
 
-        def map_slabs(slab_bytes: int) -> Any:
+        def ask(nbytes: int) -> Any:
             nonlocal asked
             with self._lock:
-                if asked == len(self._segments):
-                    self._segments.append(self._made(slab_bytes))
-                made = self._segments[asked]
+                if asked == len(self._made):
+                    try:
+                        self._made.append(self._make(nbytes))
+                    except (MemoryError, RuntimeError) as error:
+                        self._made.append(error)
+                made = self._made[asked]
             asked += 1
-            if isinstance(made, str):
+            if isinstance(made, Exception):
                 raise MappingError(f"shared memory: {made} [rank {rank} of {self._size}]")
             return made
 
-        return map_slabs
+        return ask
 
-    def _made(self, slab_bytes: int) -> Any:
-        """A segment, or why there is none."""
-        assert cpu is not None
-        try:
-            check_available(self._size * slab_bytes)
-            return cpu.Segment.local(self._size, slab_bytes)
-        except (MemoryError, RuntimeError) as error:
-            return str(error)
+
+def _segment(size: int, slab_bytes: int) -> Any:
+    assert cpu is not None
+    check_available(size * slab_bytes)
+    return cpu.Segment.local(size, slab_bytes)

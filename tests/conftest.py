@@ -10,6 +10,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from parallelkit.ops import load_cuda
+
 # The server that ranks are forked from imports a test module once, where each rank would.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -41,6 +43,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("large"):
                 item.add_marker(pytest.mark.skip(reason="needs many gigabytes; runs with --large"))
+    rehearsal = os.environ.get("PARALLELKIT_TEST_DEVICE") == "cpu"
+    lacking = "" if rehearsal else load_cuda()[1]
+    for item in items:
+        if lacking and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {lacking}"))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -137,6 +137,6 @@ def test_memory_that_virtual_ranks_cannot_have_is_refused_and_the_group_usable(n
         assert "shared memory: " in told and f"rank {number} of 3" in told
 
 
-def test_virtual_ranks_are_for_the_cpu():
-    with pytest.raises(ValueError, match="device must be cpu.*meta"):
+def test_virtual_ranks_are_for_the_cpu_or_a_gpu():
+    with pytest.raises(ValueError, match="device must be cpu or cuda.*meta"):
         virtual_ranks(lambda group: None, 2, "meta")

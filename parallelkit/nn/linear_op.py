@@ -8,8 +8,6 @@ Column- and row-split layers use the same functions on a rank's shard of W.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from parallelkit.errors import InvalidArgumentError, InvalidTypeError
+from parallelkit.in_place import gradient_buffer, gradients_in_place
 from parallelkit.nn import product_ops as ops
 from parallelkit.nn.kernel_choice import HALVES, current_kernels
 from parallelkit.nn.torch_products import ACTIVATIONS
@@ -257,25 +256,6 @@ def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | N
 
 ops.set_gradient(ops.forward, _save, _backward)
 
-# Of the process, not of the thread: autograd runs backward in threads of its own.
-_in_place = False
-
-
-@contextmanager
-def gradients_in_place() -> Iterator[None]:
-    """Let backward passes inside add dW and db straight to what `.grad` holds, with no temporary.
-
-    For a caller of `loss.backward()` that has attached gradient buffers (float32, or the operands'
-    dtype) and zeroed them. Not around torch.autograd.grad: it would find no gradients and `.grad`
-    changed. Hooks after accumulation run as always; the parameters' tensor hooks get None.
-    """
-    global _in_place
-    previous, _in_place = _in_place, True
-    try:
-        yield
-    finally:
-        _in_place = previous
-
 
 def parameter_gradients(
     dz: Tensor,
@@ -294,21 +274,10 @@ def parameter_gradients(
         wide = torch.float64 if dz.dtype == torch.float64 else torch.float32
         return None, dz.sum(0, dtype=wide) if needs_bias else None
     targets = (weight, bias) if needs_bias else (weight,)
-    buffers = [buffer for t in targets if (buffer := _buffer(t, x)) is not None]
+    buffers = [buffer for t in targets if (buffer := gradient_buffer(t, x.dtype)) is not None]
     if len(buffers) == len(targets):
         ops.add_weight_gradient(dz, x, buffers[0], buffers[1] if needs_bias else None, kernels)
         return None, None
     dtype = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
     dweight, dbias = ops.weight_gradient(dz, x, needs_bias, dtype or weight.dtype, kernels)
     return dweight, dbias if needs_bias else None
-
-
-def _buffer(parameter: Tensor | None, x: Tensor) -> Tensor | None:
-    """A parameter's gradient buffer, where it may be added to now."""
-    if not _in_place or torch.is_grad_enabled():
-        return None
-    if parameter is None or not parameter.is_leaf or parameter.grad is None:
-        return None
-    grad = parameter.grad
-    fits = grad.layout == torch.strided and grad.dtype in (torch.float32, x.dtype)
-    return grad if fits else None

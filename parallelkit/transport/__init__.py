@@ -21,7 +21,7 @@ class Call(NamedTuple):
 
     signature: int  # hash of count, shapes and dtypes
     layout: int  # hash of the order of elements in memory
-    weight: float  # items that this rank's values stand for
+    weight: float | torch.Tensor  # items that this rank's values stand for; 0-dim on a GPU
     scale: float  # a factor its values still need
     reduction: int  # one of REDUCTIONS
     fault: bool  # this rank's caller gave something that must be refused
@@ -36,12 +36,17 @@ class Reply(NamedTuple):
     """
 
     outcome: str
-    total: float
+    total: float | torch.Tensor  # the sum of the weights; on a GPU where only that knows it
     heard: Sequence[bytes] = ()  # of a refusal in the background: what each rank told, by rank
 
 
 class Pending(Protocol):
     """A collective that runs in the background."""
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """GPUs on which `wait` orders the current stream after it, and so returns at once."""
+        ...
 
     def done(self) -> bool:
         """Whether it has ended."""

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgumentError
-from ..ops import cpu
+from ..ops import cpu, load_cuda
 from . import Transport
+from .cuda_peer import CudaPeer
 from .hierarchical import Hierarchical
+from .peer_memory import PeerMapper
 from .process_group import ProcessGroup
 from .shared_memory import FileMapper, MappingError, SharedMemory
 from .watch import boot_id, pid_namespace
@@ -38,9 +40,10 @@ def choose_transport(
 ) -> Transport:
     """The fastest transport that all ranks can use; collective.
 
-    Ranks of one host get shared memory, several hosts with more than one rank somewhere get it
-    inside each host. Memory that cannot be had, the algorithm "reference", ranks without the native
-    extension and other devices mean plain torch.distributed.
+    CPU ranks of one host get shared memory, several hosts with more than one rank somewhere get it
+    inside each host. GPUs of one host get each other's memory. Where that cannot be had, with the
+    algorithm "reference", without the native extensions and for GPUs of several hosts it is plain
+    torch.distributed; a warning says what stood in the way.
 
     Args:
         process_group: the ranks; None for this one alone.
@@ -51,10 +54,11 @@ def choose_transport(
     """
     if algorithm == "auto":
         algorithm = os.environ.get("PARALLELKIT_ALGORITHM", "auto")
-    native = cpu is not None and device.type == "cpu"
-    facts = gather((algorithm, host_identity() if native else None, os.getpid(), usable_cores()))
+    on_gpu, lacking = device.type == "cuda", _lacking(device)
+    place = host_identity() if on_gpu or not lacking else None
+    facts = gather((algorithm, place, os.getpid(), usable_cores(), lacking))
     rank = process_group.rank() if process_group is not None else 0
-    algorithms, places, pids, cores = zip(*facts, strict=True)
+    algorithms, places, pids, cores, lacks = zip(*facts, strict=True)
     if algorithm not in ALGORITHMS or len(set(algorithms)) > 1:
         raise InvalidArgumentError(
             f"Group: algorithm (or PARALLELKIT_ALGORITHM) must be {' or '.join(ALGORITHMS)} "
@@ -66,8 +70,11 @@ def choose_transport(
     alone = len(hosts) > 1 and len(hosts) == len(facts)
     if algorithm == "reference" or None in places or alone:
         return ProcessGroup(process_group, device, timeout)
-    try:
-        local = SharedMemory(
+    if on_gpu and len(hosts) > 1:  # torch.distributed has its own ways between hosts' GPUs
+        return ProcessGroup(process_group, device, timeout)
+
+    def in_shared_memory() -> SharedMemory:
+        return SharedMemory(
             members.index(rank),
             len(members),
             [pids[member] for member in members],
@@ -76,6 +83,14 @@ def choose_transport(
             timeout,
             ring=algorithm == "ring",
         )
+
+    try:
+        if on_gpu:
+            for peer, lack in enumerate(lacks):
+                if lack:
+                    raise MappingError(f"{lack} [rank {peer} of {len(lacks)}]")
+            return _on_gpus(process_group, device, timeout, algorithm, gather, in_shared_memory)
+        local = in_shared_memory()
         if len(hosts) == 1:
             return local
         assert process_group is not None
@@ -88,6 +103,44 @@ def choose_transport(
                 stacklevel=4,
             )
     return ProcessGroup(process_group, device, timeout)
+
+
+def _lacking(device: torch.device) -> str:
+    """What is missing in this process for native collectives on such a device; "" if nothing."""
+    if cpu is None:
+        return "no CPU extension"
+    return load_cuda()[1] if device.type == "cuda" else ""
+
+
+def _on_gpus(
+    process_group: dist.ProcessGroup | None,
+    device: torch.device,
+    timeout: timedelta,
+    algorithm: str,
+    gather: Callable[[Any], list[Any]],
+    in_shared_memory: Callable[[], SharedMemory],
+) -> CudaPeer:
+    """The transport of GPUs of one host; MappingError on every rank where they lack memory."""
+    native = load_cuda()[0]
+    assert native is not None
+    rank = process_group.rank() if process_group is not None else 0
+    mapper = PeerMapper(native, rank, device, gather, process_group)
+    if mapper.shares_gpu and rank == 0:
+        warnings.warn(
+            "parallelkit: several ranks are on one GPU, where processes take turns; that works, "
+            "but slowly (parallelkit.testing.virtual_ranks runs ranks of one GPU together)",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+    blocks = gather(native.max_blocks(device.index))
+    host = in_shared_memory()
+    try:
+        return CudaPeer(
+            native, host, rank, len(blocks), device, min(blocks), mapper, timeout, algorithm
+        )
+    except MappingError:
+        host.close()
+        raise
 
 
 def _grouped(places: Sequence[Any]) -> list[list[int]]:

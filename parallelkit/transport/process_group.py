@@ -44,6 +44,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 class _Background:
     """A collective that runs on the transport's own thread."""
 
+    devices: Sequence[torch.device] = ()
+
     def __init__(self, transport: ProcessGroup, future: Future[Reply]) -> None:
         self._transport, self._future = transport, future
 
@@ -248,8 +250,20 @@ class ProcessGroup:
 
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="parallelkit")
-        self._last = self._executor.submit(explained)
+        self._last = self._executor.submit(self._on_this_stream(explained))
         return _Background(self, self._last)
+
+    def _on_this_stream(self, collective: Callable[[], Reply]) -> Callable[[], Reply]:
+        """What another thread is to run; on a GPU as if it had been called here and now."""
+        if self._device.type != "cuda":
+            return collective
+        stream = torch.cuda.current_stream(self._device)
+
+        def run() -> Reply:
+            with torch.cuda.stream(stream):
+                return collective()
+
+        return run
 
     def _result(self, future: Future[Reply]) -> Reply:
         try:

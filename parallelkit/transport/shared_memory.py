@@ -92,6 +92,8 @@ class FileMapper:
 class _Background:
     """A collective that runs on the communicator's own thread."""
 
+    devices: Sequence[torch.device] = ()
+
     def __init__(self, transport: SharedMemory, task: Any) -> None:
         self._transport, self._task = transport, task
 
