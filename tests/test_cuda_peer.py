@@ -286,6 +286,18 @@ def test_a_refusal_in_the_background_comes_with_what_each_rank_told(runtime):
     assert fake_gpus.peers(runtime, rank, 2) == [("mismatch", [b"0", b"1"])] * 2
 
 
+def test_what_runs_in_the_background_keeps_its_tensors(runtime, monkeypatch):
+    kept = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: kept.append(t.data_ptr()))
+
+    def rank(group):
+        transport, tensor, weight = group._transport, torch.ones(3), torch.tensor(2.0)
+        work = transport.start_all_reduce(transport.prepare([tensor]), call(weight), b"")
+        return {tensor.data_ptr(), weight.data_ptr()} <= set(kept) and work.wait().total.item()
+
+    assert fake_gpus.peers(runtime, rank, 1) == [2.0]
+
+
 def test_work_of_other_shapes_raises_where_it_is_waited_for(runtime):
     def rank(group):
         work = pk.weighted_all_reduce_(torch.ones(1 + group.rank), 1, group, async_op=True)

@@ -72,10 +72,9 @@ class _Prepared:
             self._table = table
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory from being used anew before `stream` is through with it."""
-        for tensor in (*self.tensors, self._table):
-            if tensor is not None and not torch.cuda.is_current_stream_capturing():
-                tensor.record_stream(stream)
+        """Keep the table from being used anew before `stream` is through with it."""
+        if self._table is not None and not torch.cuda.is_current_stream_capturing():
+            self._table.record_stream(stream)
 
 
 class _OnSideStream:
@@ -314,19 +313,21 @@ class CudaPeer:
         return self._reduce(self._comm.all_reduce, prepared, call)
 
     def start_all_reduce(self, prepared: _Prepared, call: Call, told: bytes) -> _OnSideStream:
-        return self._start(lambda: self.all_reduce(prepared, call), call, told)
+        return self._start(lambda: self.all_reduce(prepared, call), prepared.tensors, call, told)
 
     def start_reduce_scatter(
         self, prepared: _Prepared, shard: torch.Tensor, call: Call, told: bytes
     ) -> _OnSideStream:
-        def collective() -> Reply:
-            reply = self.reduce_scatter(prepared, shard, call)
-            shard.record_stream(torch.cuda.current_stream(self._device))
-            return reply
+        tensors = [*prepared.tensors, shard]
+        return self._start(lambda: self.reduce_scatter(prepared, shard, call), tensors, call, told)
 
-        return self._start(collective, call, told)
-
-    def _start(self, collective: Callable[[], Reply], call: Call, told: bytes) -> _OnSideStream:
+    def _start(
+        self,
+        collective: Callable[[], Reply],
+        tensors: Sequence[torch.Tensor],
+        call: Call,
+        told: bytes,
+    ) -> _OnSideStream:
         """Run it on a stream of its own, after what the current one was given."""
 
         def explained() -> Reply:
@@ -342,8 +343,10 @@ class CudaPeer:
             self._side = torch.cuda.Stream(self._device)
         side = self._side
         side.wait_stream(current)
-        if isinstance(call.weight, torch.Tensor) and call.weight.is_cuda:
-            call.weight.record_stream(side)
+        if not torch.cuda.is_current_stream_capturing():
+            for tensor in (*tensors, call.weight):
+                if isinstance(tensor, torch.Tensor):
+                    tensor.record_stream(side)  # not used anew before that is through with it
         return _OnSideStream(self._device, explained, side)
 
     def reduce_scatter(self, prepared: _Prepared, shard: torch.Tensor, call: Call) -> Reply:
