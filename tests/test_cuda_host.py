@@ -16,11 +16,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import fake_gpus
 import pybind11
 import pytest
 import torch
+from test_cuda_gpu import trained
 
+import parallelkit as pk
 from parallelkit.ops import DTYPE_CODES
+from parallelkit.testing import virtual_ranks
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("communicator", "sharded_step", "work", "virtual_ranks", "bindings")
@@ -404,3 +408,43 @@ def test_the_step_is_adamw_on_the_mean_gradient(
             assert report == [pytest.approx(norm, rel=1e-6), 0.0, total]
             assert sum(squares) == pytest.approx(norm**2, rel=1e-6)
         assert reports[-1][0][1:] == [1.0, total]
+
+
+# ---- under the Python that calls it
+
+
+def test_the_transport_and_the_optimizer_run_on_it(
+    cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The public calls, down to the kernels; the optimizer's steps are the CPU's to the bit."""
+    fake_gpus.install(monkeypatch, fake_gpus.Runtime())
+    inputs = [values(rank, 1003, torch.float32) for rank in range(3)]
+
+    def body(group: pk.Group) -> Any:
+        tensors = [inputs[group.rank].clone(), group.empty(1003).copy_(inputs[group.rank])]
+        total = pk.weighted_all_reduce_(tensors, weight_of(group.rank), group)
+        work = pk.weighted_all_reduce_(tensors, 1.0, group, async_op=True)
+        assert work.wait() == 3.0, "of equal tensors it is the same mean"
+        shard = pk.weighted_reduce_scatter(inputs[group.rank], weight_of(group.rank), group)
+        gathered = pk.all_gather_flat(shard, 1003, group)
+        group.barrier()
+        steps = [
+            trained(group, dtype, "cpu", 2, [1.0, 0.0, 3.0], max_grad_norm=norm)[0]
+            for dtype, norm in ((torch.float32, None), (torch.bfloat16, 0.5))
+        ]
+        return [*tensors, gathered], total.item(), steps
+
+    def on_the_cpu(group: pk.Group) -> Any:
+        return [
+            trained(group, dtype, "cpu", 2, [1.0, 0.0, 3.0], max_grad_norm=norm)[0]
+            for dtype, norm in ((torch.float32, None), (torch.bfloat16, 0.5))
+        ]
+
+    exact = mean(3, 1003, torch.float32)
+    wanted = virtual_ranks(on_the_cpu, 3)[0]
+    for means, total, steps in fake_gpus.peers(cuda, body, 3):
+        assert total == sum(map(weight_of, range(3)))
+        for tensor in means:
+            torch.testing.assert_close(tensor.double(), exact, rtol=1e-6, atol=1e-6)
+        for found, right in zip(steps, wanted, strict=True):
+            assert all(map(torch.equal, found, right))
