@@ -1,4 +1,5 @@
 #include "kernel.h"
+#include "norm.h"
 #include "step.h"
 
 namespace pk {

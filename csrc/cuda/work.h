@@ -7,7 +7,7 @@
 
 #include "launch.h"
 #include "reduction.h"
-#include "step.h"
+#include "step_calls.h"
 
 namespace pk {
 

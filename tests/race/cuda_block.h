@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 
+#include "cuda/norm.h"
 #include "cuda/reduction.h"
 #include "cuda/step.h"
 #include "harness.h"
