@@ -62,7 +62,7 @@ format: $(VENV)/.requirements ## let ruff and clang-format rewrite the sources
 # must be there before it starts, and what Python never frees is no leak of ours.
 sanitize: $(VENV)/.installed ## run the tests of the native code under AddressSanitizer and UBSan
 	@echo "== compiling csrc/ for the sanitizers"
-	@PK_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-lib build/sanitize
+	@PK_CUDA=0 PK_SANITIZE=address,undefined $(BIN)/python setup.py --quiet build --build-lib build/sanitize
 	@echo "== running the tests of the native code under the sanitizers"
 	cd build/sanitize && PYTHONPATH=. ASAN_OPTIONS=detect_leaks=0 \
 		LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
