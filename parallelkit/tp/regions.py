@@ -78,18 +78,18 @@ def mark_regions(
     model: nn.Module, group: Group, planned: list[Planned], sequence_parallel: bool
 ) -> None:
     """Install the hooks that the header of this file describes."""
-    attentions = {
-        name: module
-        for name, module in model.named_modules()
+    attentions = [
+        module
+        for module in model.modules()
         if is_attention(module) and any(_splits(child) for child in module.children())
-    }
+    ]
     if not sequence_parallel:
-        for name, module in attentions.items():
-            _differ_between(name, module, model, group)
+        for module in attentions:
+            _differ_between(module, group)
         return
     stack = stack_of(model, planned)
     layers = model if stack is None else model.get_submodule(stack)
-    for module in attentions.values():
+    for module in attentions:
         _gather_at_entrance(module)
     finished = {
         id(module.bias) for module in layers.modules() if isinstance(module, RowParallelLinear)
@@ -159,7 +159,7 @@ def _shard_between(layers: nn.ModuleList, group: Group) -> None:
     layers[-1].register_forward_hook(gather)
 
 
-def _differ_between(name: str, attention: nn.Module, model: nn.Module, group: Group) -> None:
+def _differ_between(attention: nn.Module, group: Group) -> None:
     """Random numbers of each rank's own from an attention module's entrance to its row layer."""
     random = SplitRandom(group)
 
