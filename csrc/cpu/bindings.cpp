@@ -132,10 +132,7 @@ PYBIND11_MODULE(_cpu, module) {
                            py::ssize_t(slab.segment->slab_bytes()));
   });
 
-  py::class_<TensorList, std::shared_ptr<TensorList>>(module, "TensorList")
-      .def_property_readonly("in_place",
-                             [](const TensorList& list) { return list.placement() != 0; })
-      .def_property_readonly("bytes", &TensorList::bytes);
+  py::class_<TensorList, std::shared_ptr<TensorList>>(module, "TensorList");
 
   bind_adam(module);
 

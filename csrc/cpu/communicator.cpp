@@ -1,5 +1,6 @@
 #include "communicator.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 

@@ -27,10 +27,8 @@ struct Kernels {
 };
 
 extern const Kernels kPortable;
-#if defined(PK_X86_DISPATCH)
-extern const Kernels kAvx2;
+extern const Kernels kAvx2;  // this one and the next in builds for x86-64 alone
 extern const Kernels kAvx512;
-#endif
 
 // The best table this processor runs, or the one PARALLELKIT_ISA names ("portable", "avx2",
 // "avx512"); throws std::invalid_argument when that one cannot run here.

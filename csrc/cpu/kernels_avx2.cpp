@@ -2,6 +2,5 @@
 #include "kernels_inl.h"
 
 namespace pk {
-extern const Kernels kAvx2;
 const Kernels kAvx2{"avx2", weighted_sum, adam, sum_of_squares};
 }  // namespace pk

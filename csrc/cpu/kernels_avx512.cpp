@@ -2,6 +2,5 @@
 #include "kernels_inl.h"
 
 namespace pk {
-extern const Kernels kAvx512;
 const Kernels kAvx512{"avx512", weighted_sum, adam, sum_of_squares};
 }  // namespace pk

@@ -1,5 +1,7 @@
 #include "sharded_step.h"
 
+#include <algorithm>
+
 #include "team.h"
 
 namespace pk {

@@ -2,6 +2,7 @@
 // the elements it owns, updates them, and writes the new parameters to every rank, in one pass.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
