@@ -86,7 +86,10 @@ def versions() -> Iterator[Finding]:
 
 def machine() -> Iterator[Finding]:
     """Cores and memory."""
-    yield Finding("cores", f"{os.cpu_count()}, of which this process may use {usable_cores()}")
+    from .transport.choose import usable_cores
+
+    cores = len(usable_cores())
+    yield Finding("cores", f"{os.cpu_count()}, of which this process may use {cores}")
     if (lines := read(Path("/proc/meminfo"))) is not None:
         memory = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines.splitlines()}
         total, available = memory["MemTotal"] / GIB, memory["MemAvailable"] / GIB
@@ -145,6 +148,7 @@ def gpus() -> Iterator[Finding]:
 def conclusions() -> Iterator[Finding]:
     """What ranks started on this machine will do; two CPU ranks are started to see."""
     from .testing import run_ranks
+    from .transport.choose import usable_cores
 
     try:
         transport, mean = run_ranks(weighted_mean, 2)[0]
@@ -153,7 +157,7 @@ def conclusions() -> Iterator[Finding]:
     else:
         tried = f"tried: the mean of 1 and 5 with weights 1 and 3 is {mean:g}"
         yield Finding("2 CPU ranks", f"will use {transport} ({tried})", broken=mean != 4)
-    cores = usable_cores()
+    cores = len(usable_cores())
     yield Finding(
         "more CPU ranks",
         f"up to {cores} have a core each; beyond that they take turns and slow down",
@@ -169,13 +173,6 @@ def weighted_mean(group: Group) -> tuple[str, float]:
     tensor = torch.tensor([1.0, 5.0][group.rank])
     weighted_all_reduce_([tensor], [1, 3][group.rank], group)
     return group.transport, tensor.item()
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def read(path: Path) -> str | None:
