@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from .checkpoint_files import CheckpointError
 from .errors import InvalidArgumentError, InvalidTypeError
+from .layout import memory_order
 from .optimizer_layout import Member
 from .optimizer_state import like
 
@@ -131,11 +132,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
 def whole_shape(parameter: torch.Tensor) -> torch.Size:
     """The shape that a parameter has in the unsplit model."""
-    shape = list(parameter.shape)
     split = getattr(parameter, "tp_split", None)
-    if split is not None:
-        shape[split.dim] = split.length
-    return torch.Size(shape)
+    return parameter.shape if split is None else torch.Size(split.whole_shape(parameter))
 
 
 def model_tensors(model: nn.Module) -> dict[str, Stored]:
@@ -164,8 +162,7 @@ def owned_parts(member: Member, owned: torch.Tensor) -> Stored:
         owned: [n] in the parameter's order of memory; the result shares its memory.
     """
     parameter, local = member.parameter, member.local
-    strides: tuple[int, ...] = local.stride()
-    order = sorted(range(local.dim()), key=lambda d: (-strides[d], -local.shape[d]))
+    order = memory_order(local)
     laid = [local.shape[d] for d in order]  # rows first, as memory has them
     back = [order.index(d) for d in range(local.dim())]
     if isinstance(parameter, DTensor):

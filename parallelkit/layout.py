@@ -7,12 +7,11 @@ import torch
 from .errors import InvalidArgumentError, InvalidTypeError
 from .ops import DTYPE_CODES
 
-__all__ = ["COPY", "copy_back", "flat_view", "is_flat"]
+__all__ = ["COPY", "copy_back", "flat_view", "is_flat", "memory_order"]
 
 COPY = -1  # the layout of what is no view
 _HASHES = (1 << 62) - 1
-
-_EXACT_CHECK_ELEMENTS = 1 << 24
+_EXACT_CHECK_ELEMENTS = 1 << 24  # larger tensors count as overlapping where strides leave doubt
 
 
 def is_flat(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -59,8 +58,7 @@ def flat_view(name: str, tensor: torch.Tensor, device: torch.device) -> tuple[to
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         return _real(tensor.resolve_conj().resolve_neg().contiguous()), COPY
-    strides, sizes = tensor.stride(), tensor.shape
-    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], -sizes[d]))
+    order = memory_order(tensor)
     dense = tensor.permute(order)
     if dense.is_contiguous():
         in_order = tensor.is_contiguous()
@@ -71,6 +69,12 @@ def flat_view(name: str, tensor: torch.Tensor, device: torch.device) -> tuple[to
             f"strides {list(tensor.stride())}); pass a copy: tensor.contiguous()"
         )
     return _real(tensor.contiguous()), COPY
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions from the one whose elements lie farthest apart to the nearest."""
+    strides, sizes = tensor.stride(), tensor.shape
+    return sorted(range(tensor.dim()), key=lambda d: (-strides[d], -sizes[d]))
 
 
 def copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:

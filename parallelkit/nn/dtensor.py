@@ -44,7 +44,7 @@ def as_dtensor(module: nn.Module) -> dict[str, DTensor]:
     mesh = _mesh_of(groups.pop())
     views = {}
     for name, tensor in state.items():
-        split, shape = splits[name], list(tensor.shape)
+        split = splits[name]
         if split is None:
             views[name] = DTensor.from_local(tensor.detach(), mesh, [Replicate()], run_check=False)
             continue
@@ -53,11 +53,11 @@ def as_dtensor(module: nn.Module) -> dict[str, DTensor]:
                 f"as_dtensor: {name} is {split.blocks} fused blocks, each split for itself, "
                 f"with {split.copies} ranks for each part; use pk.gather_state_dict"
             )
-        shape[split.dim] = split.length
+        shape = split.whole_shape(tensor)
         stride = torch.empty(shape, device="meta").stride()
         views[name] = DTensor.from_local(
             tensor.detach(), mesh, [Shard(split.dim)], run_check=False,
-            shape=torch.Size(shape), stride=stride,
+            shape=shape, stride=stride,
         )  # fmt: skip
     return views
 

@@ -56,6 +56,10 @@ class Split:
         start, stop = shard_bounds(each, self.shards, self.index)
         return [(block * each + start, block * each + stop) for block in range(self.blocks)]
 
+    def whole_shape(self, shard: Tensor) -> torch.Size:
+        """The shape of the tensor of which this is a shard."""
+        return torch.Size([*shard.shape[: self.dim], self.length, *shard.shape[self.dim + 1 :]])
+
     def take(self, whole: Tensor) -> Tensor:
         """This rank's shard of a whole tensor, as a copy."""
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges()]
@@ -128,12 +132,10 @@ def draw_shard(shard: Tensor, split: Split, fill: Callable[[Tensor], object]) ->
     The random numbers are drawn as for the whole, chunk by chunk on a CPU, so the gathered tensor
     is the same at any number of ranks, and the generators stay alike on all of them.
     """
-    shape = list(shard.shape)
-    shape[split.dim] = split.length
-    whole_rows = shard.device.type != "cpu"
+    rows, columns = split.whole_shape(shard)
     with torch.no_grad():
-        for start, stop in _chunks(shape[0], shape[1], whole_rows):
-            drawn = shard.new_empty(stop - start, shape[1])
+        for start, stop in _chunks(rows, columns, whole=shard.device.type != "cpu"):
+            drawn = shard.new_empty(stop - start, columns)
             fill(drawn)
             at = 0  # rows or columns of the shard that earlier ranges have
             for first, last in split.ranges():

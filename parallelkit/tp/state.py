@@ -69,12 +69,11 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> 
             "nothing was loaded"
         )
     for name, value in state_dict.items():
-        split, shape = split_of(state[name]), list(state[name].shape)
-        if split is not None:
-            shape[split.dim] = split.length
-        if list(value.shape) != shape:
+        split, mine = split_of(state[name]), state[name]
+        shape = mine.shape if split is None else split.whole_shape(mine)
+        if value.shape != shape:
             raise InvalidArgumentError(
-                f"load_full_state_dict: {name} must be {shape}, got {list(value.shape)}; "
+                f"load_full_state_dict: {name} must be {list(shape)}, got {list(value.shape)}; "
                 "nothing was loaded"
             )
     with torch.no_grad():
