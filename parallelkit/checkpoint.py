@@ -47,6 +47,7 @@ from .together import together
 __all__ = ["CheckpointError", "exists", "load", "save"]
 
 T = TypeVar("T")
+Held = dict[tuple[int, ...], int]  # of a tensor: elements of each box, by where that begins
 
 
 def save(
@@ -78,16 +79,19 @@ def save(
     group = _group_of(group, model, optimizer)
     tensors: dict[str, Stored] = {}
 
-    def begin() -> tuple[str, dict[str, Any]]:
+    parts: dict[str, Parts] = {}
+
+    def begin() -> tuple[str, dict[str, Held]]:
         json.dumps(extra)
         tensors.update(model_tensors(model))
         if optimizer is not None:
             tensors.update(optimizer_tensors(optimizer))
-        return new_version(root), {k: _held(v) for k, v in tensors.items() if isinstance(v, Parts)}
+        parts.update({k: v for k, v in tensors.items() if isinstance(v, Parts)})
+        return new_version(root), {name: _held(value) for name, value in parts.items()}
 
     begun = together(group, begin, "checkpoint.save")
     version = begun[0][0]
-    _must_cover({name: value for name, value in tensors.items() if isinstance(value, Parts)}, begun)
+    _must_cover(parts, [held for _, held in begun])
     folder = root / version
 
     def write() -> dict[str, Facts]:
@@ -189,16 +193,16 @@ def _group_of(group: Group | None, model: nn.Module, optimizer: ShardedAdamW | N
     return default_group(None) if split or optimizer is None else optimizer.group
 
 
-def _held(parts: Parts) -> dict[tuple[int, ...], int]:
+def _held(parts: Parts) -> Held:
     """Elements of the boxes that this rank holds, by where those begin."""
     return {tuple(offset): box.numel() for offset, box in parts.boxes.items()}
 
 
-def _must_cover(tensors: dict[str, Parts], told: list[tuple[str, dict[str, Any]]]) -> None:
+def _must_cover(tensors: dict[str, Parts], told: list[dict[str, Held]]) -> None:
     """Refuse, on every rank alike, tensors that the ranks together do not have the whole of."""
     for name, parts in tensors.items():
-        boxes: dict[tuple[int, ...], int] = {}
-        for _, held in told:
+        boxes: Held = {}
+        for held in told:
             boxes.update(held.get(name, {}))
         if sum(boxes.values()) != parts.numel:
             raise InvalidArgumentError(

@@ -26,7 +26,7 @@ _HASHED_AT_ONCE = 1 << 22
 
 
 class CheckpointError(ParallelKitError, RuntimeError):
-    """A checkpoint that is missing, damaged, or of another model. Nothing was loaded."""
+    """A checkpoint that is missing, damaged, of another model, or could not be written."""
 
 
 def new_version(root: Path) -> str:
