@@ -11,6 +11,7 @@ shared_input  one entry into the group for sibling layers
 dtensor       weights as DTensors
 split         how a tensor is cut
 exchange      what travels between ranks, over sums in term
+operators     operators that torch.compile does not look into
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ For torch.compile the same exchanges are operators that name a group by its numb
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from parallelkit.arguments import described
 from parallelkit.collectives import shard_bounds
 from parallelkit.errors import InvalidArgumentError
 from parallelkit.group import Group, group_of_id
+from parallelkit.nn.operators import Operators
 from parallelkit.nn.term import Term, check_reply, total_of
 
 __all__ = ["agreed", "all_gather", "all_reduce", "reduce_scatter", "whole_length"]
@@ -113,17 +113,7 @@ def agreed(x: Tensor, number: int, group: Group) -> Tensor:
 
 # -- operators for torch.compile ------------------------------------------------------------------
 
-_NAMESPACE = "parallelkit_exchange"
-_library = torch.library.Library(_NAMESPACE, "DEF")  # noqa: TOR901
-
-
-def _define(schema: str, run: Callable[..., Tensor], shape: Callable[..., Tensor]) -> Any:
-    name = schema.partition("(")[0]
-    _library.define(schema)
-    for device in ("CPU", "CUDA"):
-        _library.impl(name, run, device)
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", shape, lib=_library)
-    return getattr(getattr(torch.ops, _NAMESPACE), name).default
+_define = Operators("parallelkit_exchange").define
 
 
 def _resized(x: Tensor, dim: int, length: Any) -> Tensor:

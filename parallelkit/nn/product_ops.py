@@ -17,6 +17,7 @@ import torch
 
 from parallelkit.errors import UsageError
 from parallelkit.nn.kernel_choice import LARGE_PRODUCT, run_product
+from parallelkit.nn.operators import Operators
 
 __all__ = [
     "activation_gradient",
@@ -31,9 +32,8 @@ __all__ = [
 
 Tensor = torch.Tensor
 
-NAMESPACE = "parallelkit_linear"
-# define and impl, not custom_op: a tenth of the cost per call.
-library = torch.library.Library(NAMESPACE, "DEF")
+_operators = Operators("parallelkit_linear")
+define, set_gradient = _operators.define, _operators.set_gradient
 
 
 def _is_large(*sizes: int) -> bool:
@@ -143,22 +143,6 @@ def _activation_gradient_shape(
 
 def _nothing(*arguments: Any) -> None:
     """The shapes of an operator that only writes into its arguments."""
-
-
-def define(schema: str, implementation: Any, shapes: Any) -> Any:
-    """Register an operator and return it."""
-    name = schema.partition("(")[0]
-    library.define(schema)
-    for device in ("CPU", "CUDA"):
-        library.impl(name, implementation, device)
-    torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-def set_gradient(operator: Any, save: Any, backward: Any) -> None:
-    """Give an operator its derivative: save(ctx, inputs, output) and backward(ctx, *gradients)."""
-    name = operator.name().partition(".")[0]
-    torch.library.register_autograd(name, backward, setup_context=save, lib=library)
 
 
 def _refuse(context: Any, *gradients: Any) -> Any:
