@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,15 +15,10 @@ from torch.nn.parameter import is_lazy
 from .arguments import Weight
 from .broadcast import broadcast
 from .buckets import GradientBuckets
-from .errors import (
-    CollectiveMismatchError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    ParallelKitError,
-    UsageError,
-)
+from .errors import InvalidArgumentError, InvalidTypeError, UsageError
 from .gradient_sync import GradientSync
 from .group import Group, default_group
+from .together import check_alike, together
 
 __all__ = ["DataParallel"]
 
@@ -82,26 +77,17 @@ class DataParallel(nn.Module):
         self, bucket_mb: float, grad_dtype: torch.dtype | None, broadcast_buffers: bool
     ) -> None:
         """Refuse what cannot work, or differs between ranks, on every rank alike."""
-        fault: ParallelKitError | None = None
-        mine = [f"bucket_mb {bucket_mb}, grad_dtype {grad_dtype}"]
-        mine.append(f"broadcast_buffers {broadcast_buffers}")
-        try:
+
+        def describe() -> list[str]:
             self._check(bucket_mb, grad_dtype)
             tensors = (*self.module.named_parameters(), *self.module.named_buffers())
-            mine += [f"{name} {tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors]
-        except ParallelKitError as error:
-            fault = error
-        heard = self.group._gather_objects((fault, mine), "DataParallel")
-        for rank, (theirs, _) in enumerate(heard):
-            if theirs is not None:
-                raise type(theirs)(f"{theirs} [rank {rank} of {self.group.size}]")
-        for rank, (_, others) in enumerate(heard):
-            if others != heard[0][1]:
-                raise CollectiveMismatchError(
-                    f"DataParallel: rank {rank} differs from rank 0: "
-                    f"{_first_difference(others, heard[0][1])}; every rank must build the same "
-                    f"module [rank {self.group.rank} of {self.group.size}]"
-                )
+            return [
+                f"bucket_mb {bucket_mb}, grad_dtype {grad_dtype}",
+                f"broadcast_buffers {broadcast_buffers}",
+                *(f"{name} {tensor.dtype}{list(tensor.shape)}" for name, tensor in tensors),
+            ]
+
+        check_alike("DataParallel", together(self.group, describe, "DataParallel"))
 
     def _check(self, bucket_mb: float, grad_dtype: torch.dtype | None) -> None:
         """Raise unless the arguments of the constructor make sense on this rank."""
@@ -268,11 +254,3 @@ def _with_prefix(
     """Where a module around ours loads: our names have no "module." in them, torch wants it."""
     for name in [name for name in state_dict if name.startswith(prefix)]:
         state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)
-
-
-def _first_difference(mine: Sequence[str], others: Sequence[str]) -> str:
-    for index in range(max(len(mine), len(others))):
-        pair = [names[index] if index < len(names) else "nothing more" for names in (mine, others)]
-        if pair[0] != pair[1]:
-            return f"{pair[0]} instead of {pair[1]}"
-    return "nothing"

@@ -16,7 +16,7 @@ from .data_parallel import DataParallel
 from .device_step import DeviceStep
 from .errors import ParallelKitError, UsageError
 from .group import Group, default_group
-from .optimizer_checks import STATE_DTYPES, check_alike, check_options, check_parameter
+from .optimizer_checks import STATE_DTYPES, check_options, check_parameter
 from .optimizer_layout import Buffer, Member, local_of, place, place_like_gradients
 from .optimizer_state import StateFormat, checked_entries, load_entry, pack, refresh_master, whole
 from .optimizer_step import (
@@ -29,7 +29,7 @@ from .optimizer_step import (
     warn_of_nonfinite,
 )
 from .sharded_step import Step, make_step
-from .together import together
+from .together import check_alike, together
 from .transport.cuda_peer import CudaPeer
 
 __all__ = ["ShardedAdamW"]
@@ -131,7 +131,7 @@ class ShardedAdamW(Optimizer):
             ]
 
         try:
-            check_alike(together(self.group, prepare, "ShardedAdamW"))
+            check_alike("ShardedAdamW", together(self.group, prepare, "ShardedAdamW"))
         except ParallelKitError:
             if self._buckets is not None:
                 self._buckets.private = False  # as if they had not been taken
@@ -154,7 +154,8 @@ class ShardedAdamW(Optimizer):
             return self._described()
 
         try:
-            check_alike(together(self.group, add, "ShardedAdamW.add_param_group"))
+            call = "ShardedAdamW.add_param_group"
+            check_alike(call, together(self.group, add, call))
         except ParallelKitError:
             del self.param_groups[before:]
             raise
@@ -183,7 +184,8 @@ class ShardedAdamW(Optimizer):
     def _place_new(self) -> None:
         """Those that became trainable since. Collective where there are any."""
         if any(p.requires_grad for p in self._outside):
-            check_alike(together(self.group, self._described, "ShardedAdamW"))
+            call = "ShardedAdamW: what became trainable"
+            check_alike(call, together(self.group, self._described, call))
             self._place_parameters()
 
     def _place_parameters(self) -> None:

@@ -1,19 +1,17 @@
-"""What ShardedAdamW refuses: bad options and parameters, and ranks that differ."""
+"""What ShardedAdamW refuses: bad options and parameters."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
 from .buckets import GradientBuckets
 from .data_parallel import DataParallel
-from .errors import CollectiveMismatchError, InvalidArgumentError, InvalidTypeError
+from .errors import InvalidArgumentError, InvalidTypeError
 from .group import Group
 from .ops import DTYPE_CODES
 from .optimizer_layout import local_of
 
-__all__ = ["STATE_DTYPES", "check_alike", "check_options", "check_parameter"]
+__all__ = ["STATE_DTYPES", "check_options", "check_parameter"]
 
 STATE_DTYPES = {
     torch.float32: torch.float32,
@@ -71,17 +69,3 @@ def check_parameter(
             f"ShardedAdamW: {name} is not a parameter of data_parallel; "
             "give it an optimizer of its own"
         )
-
-
-def check_alike(told: Sequence[Sequence[str]]) -> None:
-    """Raise where ranks describe their options and parameters differently."""
-    for rank, theirs in enumerate(told):
-        for index in range(max(len(theirs), len(told[0]))):
-            ours, other = (
-                t[index] if index < len(t) else "nothing more" for t in (told[0], theirs)
-            )
-            if ours != other:
-                raise CollectiveMismatchError(
-                    "ShardedAdamW: the ranks have different parameters or options: "
-                    f"{ours} on rank 0, {other} on rank {rank}"
-                )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from .errors import (
+    CollectiveMismatchError,
     CollectiveTimeoutError,
     InvalidArgumentError,
     InvalidTypeError,
@@ -15,7 +16,7 @@ from .errors import (
 )
 from .group import Group
 
-__all__ = ["together"]
+__all__ = ["check_alike", "together"]
 
 T = TypeVar("T")
 
@@ -28,8 +29,13 @@ def together(
     Args:
         group: the ranks.
         work: without collectives of `group` that ranks could leave half done.
-        call: the name of what is done, for errors that are not ours.
-        kind: what those become. Default: ours of their own kind (ValueError, TypeError, others).
+        call: the name of what is done, for errors.
+        kind: what errors that are not ours become. Default: ours of their own kind (ValueError,
+            TypeError, others).
+
+    Raises:
+        CollectiveMismatchError: some rank calls something else.
+        Otherwise what the first rank's work raised that failed, with that rank in the text.
     """
     result: T | None = None
     fault: ParallelKitError | None = None
@@ -46,14 +52,33 @@ def together(
             fault = kind(f"{call}: {type(error).__name__}: {error}")
         else:
             fault = _ours(error)(f"{call}: {error}")
-    heard = group._gather_objects((result, fault))
+    heard = group._gather_objects((result, fault), call)
     for rank, (_, refusal) in enumerate(heard):
         if refusal is not None:
             raise type(refusal)(f"{refusal} [rank {rank} of {group.size}]") from cause
     return [theirs for theirs, _ in heard]
 
 
-def _ours(error: BaseException) -> type[ParallelKitError]:
+def check_alike(call: str, told: Sequence[Sequence[str]]) -> None:
+    """Raise, on every rank alike, where ranks describe differently what they must have in common.
+
+    Args:
+        call: what is done, for errors.
+        told: by rank, what is the same on all of them, in words.
+    """
+    for rank, theirs in enumerate(told):
+        for index in range(max(len(theirs), len(told[0]))):
+            first, other = (
+                t[index] if index < len(t) else "nothing more" for t in (told[0], theirs)
+            )
+            if first != other:
+                raise CollectiveMismatchError(
+                    f"{call}: rank {rank} differs from rank 0: {other} instead of {first}; every "
+                    "rank must give the same"
+                )
+
+
+def _ours(error: Exception) -> type[ParallelKitError]:
     if isinstance(error, ValueError):
         return InvalidArgumentError
     return InvalidTypeError if isinstance(error, TypeError) else UsageError

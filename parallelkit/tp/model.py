@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelkit.errors import InvalidArgumentError, ParallelKitError
+from parallelkit.errors import InvalidArgumentError
 from parallelkit.group import Group, default_group
 from parallelkit.nn import (
     ColumnParallelLinear,
@@ -24,6 +24,7 @@ from parallelkit.nn import (
 )
 from parallelkit.nn.functional import copy_to_group
 from parallelkit.nn.shared_input import SharedInput
+from parallelkit.together import together
 from parallelkit.tp.plans import COLUMN, EMBEDDING, ROW, Planned, is_attention, is_conv1d, resolve
 from parallelkit.tp.regions import check_sequence_parallel, mark_regions, stack_of
 
@@ -64,47 +65,39 @@ def tensor_parallel(
             every rank, with nothing changed.
     """
     group = default_group(group)
-    fault: ParallelKitError | None = None
-    planned: list[Planned] = []
-    try:
-        planned = resolve(model, plan, group.size)
-        if sequence_parallel:
-            check_sequence_parallel(model, planned)
-    except InvalidArgumentError as error:
-        fault = error
-    _agree(group, model, planned, sequence_parallel, fault)
+    planned = _agree(group, model, plan, sequence_parallel)
     _replace(model, group, planned, sequence_parallel)
     mark_regions(model, group, planned, sequence_parallel)
     return model
 
 
 def _agree(
-    group: Group,
-    model: nn.Module,
-    planned: list[Planned],
-    sequence_parallel: bool,
-    fault: ParallelKitError | None,
-) -> None:
-    """Raise the same error on every rank if one cannot go on, or if they would differ."""
-    what = (sequence_parallel, planned)
-    hashes = {} if fault else {name: _hash(t) for name, t in model.state_dict().items()}
-    mine = str(fault) if fault else None, what, hashes
-    told = group._gather_objects(mine, "tensor_parallel", type(model).__name__)
-    for rank, (trouble, _, _) in enumerate(told):
-        if trouble is not None:
-            raise InvalidArgumentError(f"{trouble} [rank {rank} of {group.size}]") from fault
-    for rank, (_, theirs, values) in enumerate(told):
-        if theirs != told[0][1]:
+    group: Group, model: nn.Module, plan: str | Mapping[str, str], sequence_parallel: bool
+) -> list[Planned]:
+    """What is planned, the same on every rank; or the same error, with nothing changed."""
+
+    def describe() -> tuple[bool, list[Planned], dict[str, tuple[object, ...]]]:
+        planned = resolve(model, plan, group.size)
+        if sequence_parallel:
+            check_sequence_parallel(model, planned)
+        hashes = {name: _hash(tensor) for name, tensor in model.state_dict().items()}
+        return sequence_parallel, planned, hashes
+
+    told = together(group, describe, "tensor_parallel")
+    _, planned, first = told[0]
+    for rank, (*theirs, values) in enumerate(told):
+        if theirs != [told[0][0], planned]:
             raise InvalidArgumentError(
                 f"tensor_parallel: ranks 0 and {rank} have different plans; nothing was changed"
             )
-        differing = [n for n in hashes if values.get(n) != told[0][2].get(n)]
-        if differing or values.keys() != told[0][2].keys():
+        differing = [name for name in first if values.get(name) != first[name]]
+        if differing or values.keys() != first.keys():
             raise InvalidArgumentError(
                 f"tensor_parallel: ranks 0 and {rank} have different models, beginning with "
                 f"{(differing or ['their lists of parameters'])[0]}; seed alike or load the same "
                 "checkpoint on every rank. Nothing was changed"
             )
+    return planned
 
 
 def _hash(tensor: Tensor) -> tuple[object, ...]:
