@@ -44,7 +44,11 @@ class GradScaler(torch.amp.GradScaler):
         self._ranks = default_group(group)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """As torch's; collective. Refused where gradients are in no `.grad`."""
+        """As torch's; collective.
+
+        Raises:
+            UsageError: a `ShardedAdamW` with `data_parallel`, whose gradients are in no `.grad`.
+        """
         if self._enabled and _private(optimizer):
             raise UsageError(
                 "GradScaler.unscale_: with data_parallel a ShardedAdamW keeps the gradients to "
@@ -60,7 +64,12 @@ class GradScaler(torch.amp.GradScaler):
                 flag.fill_(1.0)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """As torch's: skips where a gradient is not finite, on any rank. Collective."""
+        """As torch's: skips where a gradient is not finite, on any rank. Collective.
+
+        Raises:
+            UsageError: no loss was scaled yet, a second call since `update`, or a `ShardedAdamW`
+                with `data_parallel` that has skip_nonfinite=False.
+        """
         if not self._enabled or not _private(optimizer):
             return super().step(optimizer, *args, **kwargs)
         assert isinstance(optimizer, ShardedAdamW)
@@ -68,7 +77,11 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise UsageError("GradScaler.step: called twice since the last update()")
         scale = self._get_scale_async()
-        assert scale is not None, "GradScaler.step: scale a loss first"
+        if scale is None:
+            raise UsageError(
+                "GradScaler.step: no loss was scaled yet; call model.backward(scaler.scale(loss)) "
+                "before it"
+            )
         before = optimizer.skipped_steps
         result = optimizer._step_scaled(float(scale), *args, **kwargs)
         skipped = float(optimizer.skipped_steps > before)

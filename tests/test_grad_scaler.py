@@ -92,6 +92,18 @@ def step_twice(group: pk.Group) -> list[str]:
     return [ranks.message_of(RuntimeError, lambda: scaler.step(optimizer))]
 
 
+def test_a_step_before_any_loss_was_scaled_is_refused() -> None:
+    [message] = virtual_ranks(step_unscaled, 1)
+    assert "GradScaler.step: no loss was scaled yet" in message
+
+
+def step_unscaled(group: pk.Group) -> str:
+    model = pk.DataParallel(nn.Linear(2, 1), group)
+    optimizer = pk.ShardedAdamW(model.parameters(), data_parallel=model)
+    model.backward(model(torch.ones(1, 2)).sum())
+    return ranks.message_of(pk.ParallelKitError, lambda: pk.GradScaler(group=group).step(optimizer))
+
+
 def test_torchs_scaler_works_where_gradients_are_averaged() -> None:
     parameter = nn.Parameter(torch.ones(3))
     optimizer = pk.ShardedAdamW([parameter], lr=0.1)
