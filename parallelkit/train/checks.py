@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,7 +89,12 @@ class GradientChecker:
             GradientCheck(step, name, error[name], roundings * delta[name], plain_error[name])
             for name in exact
         ]
-        return max(rows, key=lambda row: (not row.ok, row.error / row.bound))
+        return closest(rows)
+
+
+def closest(checks: Iterable[GradientCheck]) -> GradientCheck:
+    """The one that came closest to its bound; before all, one that is beyond it or has a NaN."""
+    return max(checks, key=lambda check: (not check.ok, check.error / check.bound))
 
 
 def gradients(model: nn.Module) -> Gradients:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from ..group import Group
+from .checks import closest
 from .result import Result
 from .run import Options
 
@@ -24,7 +25,7 @@ def heading(options: Options, group: Group) -> str:
 
 def table(result: Result) -> str:
     """The checks with their figures, then what the run was like."""
-    worst = max(result.checks, key=lambda check: (not check.ok, check.error / check.bound))
+    worst = closest(result.checks)
     same = f"SHA-256 {result.digests[0][:12]} on {ranks(result.size)}"
     differ = "SHA-256 " + ", ".join(f"{d[:12]} on rank {r}" for r, d in enumerate(result.digests))
     totals = [sum(tokens) for tokens in result.tokens]

@@ -10,10 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
@@ -111,7 +109,7 @@ class ThreeWays:
 
     def collect(self) -> Result:
         """The result, complete on rank 0; collective."""
-        means = all_gather_object(self.result.losses["plain mean"], self.group)
+        means = self.group._gather_objects(self.result.losses["plain mean"])
         self.result.losses["plain mean"] = means[self.plain_rank]
         return self.result
 
@@ -151,7 +149,7 @@ def train(options: Options, group: pk.Group) -> Result:
                 tell(f"{options.save}: saved step {now} of {options.steps}")
 
     result = run.collect()
-    result.digests = all_gather_object(digest(run.parallel.whole()), group)
+    result.digests = group._gather_objects(digest(run.parallel.whole()))
     return result
 
 
@@ -163,7 +161,7 @@ def prepare_once(options: Options, group: pk.Group) -> list[bytes]:
             outcome = prepare(options, group.size)
         except InvalidArgumentError as error:
             outcome = error
-    outcome = all_gather_object(outcome, group)[0]
+    outcome = group._gather_objects(outcome)[0]
     if isinstance(outcome, InvalidArgumentError):
         raise outcome
     assert outcome is not None
@@ -197,11 +195,3 @@ def prepare(options: Options, size: int) -> list[bytes]:
             f"got {len(pieces)}; give more text, or fewer ranks"
         )
     return pieces
-
-
-def all_gather_object(value: Any, group: pk.Group) -> list[Any]:
-    """Every rank's value, in rank order, on every rank."""
-    values = [value] * group.size
-    if group.size > 1:
-        dist.all_gather_object(values, value)
-    return values
