@@ -48,6 +48,22 @@ def require(extra: str, *packages: str) -> None:
         )
 
 
+def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """A type of argparse: numbers above 0, read by kind."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < float("inf"):
+            word = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"must be a {word} above 0, got {text!r}")
+        return value
+
+    return read
+
+
 def exit_status(subcommand: str, call: Callable[[], int]) -> int:
     """What call returns, or the status its error stands for, the error in a sentence on stderr."""
     try:

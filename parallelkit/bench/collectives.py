@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..cli import positive
 from ..collectives import weighted_all_reduce_
 from ..errors import ParallelKitError
 from ..group import Group
 from ..prepared import PreparedAllReduce
 from ..testing import run_ranks
-from ..train.command import positive
 from ..transport.shared_memory import SharedMemory
 from .measure import Candidate, environment, interleaved, pin
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "gpt_cuts", "run"]
 
 SIZES = {
     "4K": 1 << 12,
@@ -141,7 +141,7 @@ def _measure_size(
     }
     targets = {"in place": arena, "ordinary": ordinary, "Gloo": gloo}
     if as_list:
-        cuts = _gpt_cuts(numel)
+        cuts = gpt_cuts(numel)
         native_list = PreparedAllReduce([arena[a:b] for a, b in cuts], group)
         candidates["in place, 150 tensors"] = lambda: native_list.native(weight)
         ordinary_list = PreparedAllReduce([ordinary[a:b].clone() for a, b in cuts], group)
@@ -171,7 +171,7 @@ def _check(name: str, result: torch.Tensor, expected: Any, dtype: torch.dtype) -
         raise ParallelKitError(f"bench collectives: {name} is wrong by {worst:g}, bound {bound:g}")
 
 
-def _gpt_cuts(numel: int) -> list[tuple[int, int]]:
+def gpt_cuts(numel: int) -> list[tuple[int, int]]:
     """150 stretches of a buffer, in the proportions of a GPT's parameters."""
     shares = torch.tensor(_BLOCK * 15, dtype=torch.float64)
     ends = (shares.cumsum(0) / shares.sum() * numel).round().long().tolist()

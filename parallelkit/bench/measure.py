@@ -17,7 +17,7 @@ import torch
 from ..group import Group
 from ..ops import cpu
 
-__all__ = ["environment", "interleaved", "pin"]
+__all__ = ["Candidate", "environment", "interleaved", "pin"]
 
 Candidate = Callable[[], object]
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from ..cli import positive
 from ..collectives import all_gather_flat, shard_bounds, weighted_reduce_scatter
 from ..data_parallel import DataParallel
 from ..errors import ParallelKitError
@@ -32,7 +32,7 @@ from ..group import Group
 from ..optimizer import ShardedAdamW
 from ..sharded_step import NativeStep
 from ..testing import run_ranks
-from .collectives import _gpt_cuts
+from .collectives import gpt_cuts
 from .measure import Candidate, environment, interleaved, pin
 from .zero import LOSS, OURS, whole_steps
 
@@ -45,21 +45,19 @@ _BUCKET = 25 << 18  # float32 elements of 25 MB
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--nproc", type=int, default=2, help="ranks (default 2)")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each (default 15)")
-    parser.add_argument("--numel", type=int, default=25_500_000, help="parameters")
+    parser.add_argument("--nproc", type=positive(int), default=2, help="ranks (default 2)")
+    parser.add_argument("--rounds", type=positive(int), default=15, help="turns (default 15)")
+    parser.add_argument(
+        "--numel", type=positive(int), default=25_500_000, help="parameters (default %(default)s)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print tables and one JSON line; 1 where a result was wrong."""
+    """Measure, print tables and one JSON line; raises where a result was wrong."""
     size, rounds, numel = arguments.nproc, arguments.rounds, arguments.numel
-    try:
-        steps = run_ranks(_measure_steps, size, numel, rounds, timeout=3600.0)[0]
-        whole = run_ranks(_measure_whole, size, numel, rounds, timeout=3600.0)[0]
-        alone = run_ranks(_measure_alone, 1, numel, rounds, timeout=3600.0)[0]
-    except ParallelKitError as error:
-        sys.stderr.write(f"parallelkit bench optimizer: {error}\n")
-        return 1
+    steps = run_ranks(_measure_steps, size, numel, rounds, timeout=3600.0)[0]
+    whole = run_ranks(_measure_whole, size, numel, rounds, timeout=3600.0)[0]
+    alone = run_ranks(_measure_alone, 1, numel, rounds, timeout=3600.0)[0]
     facts = environment() | {"ranks": size, "parameters": numel, "tensors": 150}
     for name, value in facts.items():
         print(f"# {name}: {value}")
@@ -90,7 +88,7 @@ class _Setting:
     """Parameters, gradients and weights that every candidate gets."""
 
     def __init__(self, group: Group, numel: int) -> None:
-        self.group, self.numel, self.cuts = group, numel, _gpt_cuts(numel)
+        self.group, self.numel, self.cuts = group, numel, gpt_cuts(numel)
         self.weight, self.total = float(group.rank + 1), sum(range(1, group.size + 1))
         self.start = torch.randn(numel, generator=torch.Generator().manual_seed(99))
         self.gradients = [
@@ -111,7 +109,7 @@ class _Setting:
         An element may be off by some roundings of itself, and by what the rounding of its mean
         gradient does to the first step lr g / (|g| + eps), which is a lot only where g is nearly 0.
         """
-        u, lr, eps = 2.0**-24, _OPTIONS["lr"], _OPTIONS.get("eps", 1e-8)
+        u, lr, eps = 2.0**-24, _OPTIONS["lr"], _OPTIONS["eps"]
         for index in (0, -1):
             part = slice(*cuts[index])
             shares = [(r + 1) / self.total * g[part].double() for r, g in enumerate(self.gradients)]
@@ -314,7 +312,7 @@ def _measure_alone(group: Group, numel: int, rounds: int) -> dict[str, Any]:
             ),
             (f"torch fused, {kind}", lambda p: torch.optim.AdamW(p, fused=True)),
         ):
-            parameters = [nn.Parameter(torch.randn(b - a).to(dtype)) for a, b in _gpt_cuts(numel)]
+            parameters = [nn.Parameter(torch.randn(b - a).to(dtype)) for a, b in gpt_cuts(numel)]
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape).to(dtype)
             candidates[name] = make(parameters).step

@@ -6,11 +6,10 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..cli import exit_status, require
+from ..cli import exit_status, positive, require
 from ..errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -92,22 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="where train.png and train.json are written (default: %(default)s)",
     )
-
-
-def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """A type of argparse: numbers above 0, read by kind."""
-
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not 0 < value < float("inf"):
-            word = "whole number" if kind is int else "number"
-            raise argparse.ArgumentTypeError(f"must be a {word} above 0, got {text!r}")
-        return value
-
-    return read
 
 
 def seed_number(text: str) -> int:
