@@ -1,4 +1,4 @@
-"""Every error parallelkit raises; all of them are `ParallelKitError` too."""
+"""The base of all errors of parallelkit, and those that several of its parts raise."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "InvalidArgumentError",
+    "InvalidIndexError",
     "InvalidTypeError",
     "ParallelKitError",
     "PeerLostError",
@@ -24,6 +25,10 @@ class InvalidArgumentError(ParallelKitError, ValueError):
 
 class InvalidTypeError(ParallelKitError, TypeError):
     """An argument has a type that cannot be worked with. Nothing was changed."""
+
+
+class InvalidIndexError(ParallelKitError, IndexError):
+    """A tensor has an index beyond what it looks up. Nothing was changed."""
 
 
 class UsageError(ParallelKitError, RuntimeError):

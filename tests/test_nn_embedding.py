@@ -85,6 +85,7 @@ def out_of_range(group):
         try:
             split(torch.tensor([0, bad]))
         except IndexError as error:
+            assert isinstance(error, pk.ParallelKitError)
             messages.append(str(error))
     return messages
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelkit.errors import InvalidArgumentError
+from parallelkit.errors import InvalidArgumentError, InvalidIndexError
 from parallelkit.group import Group, default_group
 from parallelkit.nn.functional import gather_from_group, reduce_from_group
 from parallelkit.nn.split import Split, draw_shard, local_part
@@ -115,12 +115,12 @@ class SplitEmbedding(nn.Embedding):
         return made.train(self.training)
 
     def _check(self, ids: Tensor) -> None:
-        """nn.Embedding's IndexError, which masking would hide; not on GPUs, where it would wait."""
+        """IndexError as nn.Embedding's, which masking would hide; not on GPUs: it would wait."""
         if ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling():
             return
         low, high = (int(value) for value in ids.aminmax())
         if low < 0 or high >= self.num_embeddings:
-            raise IndexError(
+            raise InvalidIndexError(
                 f"{type(self).__name__}: ids must be in [0, {self.num_embeddings}), got "
                 f"{low if low < 0 else high} [rank {self.group.rank} of {self.group.size}]"
             )
