@@ -1,7 +1,7 @@
 """Exact gradient averaging, a sharded optimizer step and split linear layers for PyTorch.
 
 `import parallelkit as pk`; docs and examples: README.md. Names load when they are first used, so
-that `parallelkit plan` and `parallelkit --help` start without torch.
+that `parallelkit --help` starts without torch.
 """
 
 from __future__ import annotations
