@@ -42,9 +42,9 @@ from .errors import UsageError
 from .group import Group
 from .prepared import PreparedAllReduce
 
-__all__ = ["Bucket", "GradientBuckets", "Slot", "Spec", "next_reference"]
+__all__ = ["LINE_BYTES", "Bucket", "GradientBuckets", "Slot", "Spec", "next_reference"]
 
-_LINE_BYTES = 64
+LINE_BYTES = 64  # a cache line: every parameter and gradient begins on one
 
 
 class Spec(NamedTuple):
@@ -133,7 +133,7 @@ class Bucket:
         cls, members: Sequence[tuple[Spec, torch.Tensor]], dtype: torch.dtype, group: Group
     ) -> Bucket:
         """A bucket of `dtype` for the members. Collective."""
-        line = max(1, _LINE_BYTES // dtype.itemsize)
+        line = max(1, LINE_BYTES // dtype.itemsize)
         offsets, end = [], 0
         for spec, _ in members:
             offsets.append(end)

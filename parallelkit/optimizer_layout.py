@@ -16,13 +16,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from .adamw import BLOCK
-from .buckets import Bucket, GradientBuckets, Spec
+from .buckets import LINE_BYTES, Bucket, GradientBuckets, Spec
 from .group import Group
 
 __all__ = ["Buffer", "Member", "flat_view", "local_of", "place", "place_like_gradients"]
 
 _BUFFER_BYTES = 64 << 20  # no buffer is larger, unless one parameter is
-_LINE_BYTES = 64
 
 
 @dataclass(eq=False)
@@ -142,7 +141,7 @@ def place(names: Mapping[torch.Tensor, str], first: int, group: Group, share: bo
             buffer = filling[parameter.dtype] = Buffer([], 0, group.size)
             buffers.append(buffer)
         buffer.members.append(Member(parameter, number, buffer.numel, numel, name))
-        line = _LINE_BYTES // bytes_each
+        line = LINE_BYTES // bytes_each
         buffer.numel += math.ceil(numel / line) * line
     _finish(buffers, group, share)
     return buffers

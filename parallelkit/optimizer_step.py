@@ -71,7 +71,8 @@ def agree(
                 f"ShardedAdamW.step: {odd.name} has a gradient on one of rank 0 and rank "
                 f"{rank} only; gradients must be averaged before the step. Nothing was changed"
             )
-    some = [any(rank) for rank in zip(*(f.used for f in heard if f.weight > 0), strict=True)]
+    # Nothing at all where every weight is 0.
+    some = [any(flags) for flags in zip(*(f.used for f in heard if f.weight > 0), strict=True)]
     moving = [member for member, moves in zip(members, some, strict=False) if moves]
     return moving, math.fsum(facts.weight for facts in heard)
 
