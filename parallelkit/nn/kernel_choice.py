@@ -15,7 +15,7 @@ import torch
 from parallelkit.errors import InvalidArgumentError, InvalidTypeError, UsageError
 from parallelkit.nn import torch_products
 
-__all__ = ["current_kernels", "run_product", "use_kernels"]
+__all__ = ["HALVES", "LARGE_PRODUCT", "current_kernels", "run_product", "use_kernels"]
 
 CHOICES = ("auto", "triton", "torch")
 HALVES = (torch.float16, torch.bfloat16)

@@ -12,7 +12,6 @@ from parallelkit.group import Group, default_group
 
 __all__ = ["SplitRandom", "split_random"]
 
-
 _STEP = 0x9E3779B1  # odd: the ranks' seeds are different ones
 
 

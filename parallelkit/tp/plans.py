@@ -16,7 +16,7 @@ from torch import nn
 
 from parallelkit.errors import InvalidArgumentError
 
-__all__ = ["Planned", "is_attention", "is_conv1d", "resolve"]
+__all__ = ["COLUMN", "EMBEDDING", "ROW", "Planned", "is_attention", "is_conv1d", "resolve"]
 
 COLUMN = ("colwise", "packed_colwise", "colwise_gather_output")
 ROW = ("rowwise", "packed_rowwise", "rowwise_split_input")
