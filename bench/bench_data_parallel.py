@@ -28,14 +28,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import parallelkit as pk
-from parallelkit.bench.measure import environment, interleaved, pin
+from parallelkit.bench.measure import environment, interleaved, pin, proportional_bytes
 
 BOUND = 1e-5  # of the largest gradient: fp32, in two orders of addition
 Step = Callable[[], None]
@@ -153,14 +152,6 @@ def times(group: pk.Group, arguments: argparse.Namespace) -> tuple[float, dict[s
 
         candidates["buckets"] = travel
         return error, interleaved(pinned, candidates, arguments.rounds, "data parallel")
-
-
-def proportional_bytes() -> int:
-    """Memory of this process, what it shares with others counted in parts."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no Pss in /proc/self/smaps_rollup")
 
 
 def memory(group: pk.Group, arguments: argparse.Namespace, name: str) -> float:

@@ -13,13 +13,13 @@ import ctypes
 import gc
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import parallelkit as pk
+from parallelkit.bench.measure import proportional_bytes
 from parallelkit.testing import run_ranks
 
 TENSOR = 1 << 20  # elements of each of the model's tensors
@@ -36,14 +36,6 @@ class Tensors(nn.Module):
     def forward(self) -> torch.Tensor:
         """The sum of all elements."""
         return torch.stack([t.sum() for t in self.tensors]).sum()
-
-
-def pss() -> int:
-    """This process's proportional share of physical memory, in bytes."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no Pss in smaps_rollup")
 
 
 def ddp(group: pk.Group, model: Tensors) -> tuple[Callable[[], None], Any]:
@@ -91,11 +83,11 @@ def train(group: pk.Group, way: str, dtype: torch.dtype, count: int) -> tuple[Te
 
 
 def settled_pss(group: pk.Group) -> int:
-    """`pss` of every rank at the same moment, without what malloc only keeps for later."""
+    """Memory of every rank at the same moment, without what malloc only keeps for later."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     group.barrier()
-    found = pss()
+    found = proportional_bytes()
     group.barrier()
     return found
 
@@ -111,10 +103,11 @@ def measure(group: pk.Group, way: str, dtype: torch.dtype, count: int) -> tuple[
 
 def plot(rows: list[dict[str, Any]], file: str) -> None:
     """Measured bars with a mark at each formula, one panel a dtype."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # no pyplot: no display, no state
 
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    figure, panels = plt.subplots(1, len(dtypes), figsize=(9, 3.6), sharey=True)
+    figure = Figure(figsize=(9, 3.6), layout="tight")
+    panels = figure.subplots(1, len(dtypes), sharey=True)
     for panel, dtype in zip(panels, dtypes, strict=True):
         for offset, way in enumerate(WAYS):
             chosen = [row for row in rows if row["dtype"] == dtype and row["way"] == way]
@@ -126,7 +119,6 @@ def plot(rows: list[dict[str, Any]], file: str) -> None:
         panel.set_xlabel("ranks")
     panels[0].set_ylabel("bytes per parameter and rank")
     panels[-1].legend(frameon=False, title="bars: measured, lines: formula")
-    figure.tight_layout()
     figure.savefig(file)
 
 

@@ -1,4 +1,4 @@
-"""Fair timing of several candidates on several ranks, and what the numbers were measured on."""
+"""Fair timing of several candidates on several ranks, a rank's memory, and on what it was."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from statistics import median
 
 import torch
 
+from ..errors import UsageError
 from ..group import Group
 from ..ops import cpu
 
-__all__ = ["Candidate", "environment", "interleaved", "pin"]
+__all__ = ["Candidate", "environment", "interleaved", "pin", "proportional_bytes"]
 
 Candidate = Callable[[], object]
 
@@ -67,6 +68,19 @@ def interleaved(
         name: median(map(max, zip(*(s[name] for s in of_ranks), strict=True)))
         for name in candidates
     }
+
+
+def proportional_bytes() -> int:
+    """Memory of this process: its proportional set size, a page that several map counted in parts.
+
+    Raises:
+        UsageError: this kernel does not tell.
+    """
+    rollup = Path("/proc/self/smaps_rollup")
+    for line in rollup.read_text().splitlines() if rollup.exists() else []:
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise UsageError(f"bench: the memory of a rank must stand as Pss in {rollup}; it does not")
 
 
 def environment() -> dict[str, object]:
