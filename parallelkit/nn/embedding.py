@@ -143,6 +143,9 @@ class VocabParallelEmbedding(SplitEmbedding):
         num_embeddings, embedding_dim, padding_idx: as nn.Embedding; need not be divisible.
         group: a Group or one-dimensional DeviceMesh.
         device, dtype: as nn.Embedding.
+    Raises:
+        InvalidArgumentError: padding_idx is outside the table.
+        InvalidIndexError: (an IndexError) in `forward` an id is; looked for on CPUs.
     Cost: forward, one sum of y over the group.
     """
 

@@ -61,6 +61,9 @@ def reduce_from_group(x: Tensor, group: AnyGroup = None) -> Tensor:
     Args:
         x: this rank's term, of one shape and dtype on every rank.
         group: as in `copy_to_group`.
+    Raises:
+        InvalidTypeError: integers.
+        CollectiveMismatchError: the ranks' terms differ in shape or dtype; on every rank.
     """
     return _Reduce.apply(x, default_group(group))  # type: ignore[no-untyped-call, no-any-return]
 
@@ -104,6 +107,8 @@ def scatter_to_group(x: Tensor, group: AnyGroup = None, dim: int = -1) -> Tensor
     Args:
         x: equal on every rank.
         group, dim: as in `gather_from_group`.
+    Raises:
+        InvalidArgumentError: a bad `dim`.
     """
     return _Scatter.apply(  # type: ignore[no-untyped-call, no-any-return]
         x, default_group(group), _dimension("scatter_to_group", x, dim)
@@ -116,6 +121,9 @@ def reduce_scatter_to_group(x: Tensor, group: AnyGroup = None, dim: int = -1) ->
     Args:
         x: this rank's term, of one shape and dtype on every rank.
         group, dim: as in `gather_from_group`.
+    Raises:
+        InvalidArgumentError: a bad `dim`.
+        CollectiveMismatchError: the ranks' terms differ in shape or dtype; on every rank.
     """
     return _ReduceScatter.apply(  # type: ignore[no-untyped-call, no-any-return]
         x, default_group(group), _dimension("reduce_scatter_to_group", x, dim)

@@ -165,7 +165,8 @@ class SplitLinear(nn.Module):
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         return cast_for_autocast(x, *self.operands())  # type: ignore[no-any-return]
 
-    def _tokens(self, x: Tensor) -> None:
+    def _check_tokens(self, x: Tensor) -> None:
+        """Raise unless x has a dimension that can be cut into tokens."""
         if x.ndim < 2:
             raise InvalidArgumentError(
                 f"{type(self).__name__}: with sequence_parallel, x must be [tokens, hidden] or "
@@ -195,7 +196,9 @@ class ColumnParallelLinear(SplitLinear):
             that pays. Default: None.
         device, dtype: as nn.Linear.
     Raises:
-        InvalidArgumentError: an unknown activation.
+        InvalidArgumentError: an unknown activation; in `forward` an x that does not fit, on this
+            rank, or with sequence_parallel shards cut otherwise than `shard_bounds` does, on all.
+        InvalidTypeError: in `forward` an x of another dtype than the weight's.
     Cost: backward, one sum of x's gradient over the group (with sequence_parallel: forward a gather
         of x, backward a reduce-scatter).
     """
@@ -228,13 +231,13 @@ class ColumnParallelLinear(SplitLinear):
         """With sequence_parallel, how long dimension -2 of x is over all ranks; collective."""
         if not self.sequence_parallel:
             return None
-        self._tokens(x)
+        self._check_tokens(x)
         return exchange.whole_length(x, x.ndim - 2, self.group)
 
     def enter(self, x: Tensor) -> Tensor:
         """x as the layer's products read it: whole, its gradient summed over the group."""
         if self.sequence_parallel:
-            self._tokens(x)
+            self._check_tokens(x)
             return gather_from_group(x, self.group, -2, grad="partial")
         return copy_to_group(x, self.group)
 
@@ -272,6 +275,9 @@ class RowParallelLinear(SplitLinear):
             and is cut first. Default: True.
         sequence_parallel: y is this rank's shard along dimension -2.
         device, dtype: as nn.Linear.
+    Raises:
+        InvalidArgumentError, InvalidTypeError: in `forward` an x that does not fit, on this rank.
+        CollectiveMismatchError: in `forward` ranks whose y have different shapes; on every rank.
     Cost: forward, one sum of y over the group (with sequence_parallel a reduce-scatter, and
         backward a gather).
     """
@@ -300,5 +306,5 @@ class RowParallelLinear(SplitLinear):
         x, weight, bias = self._operands(x)
         check("RowParallelLinear", x, x.shape, weight, bias, None, None, False)
         if self.sequence_parallel:
-            self._tokens(x)
+            self._check_tokens(x)
         return row_linear(x, weight, bias, self.group, self.sequence_parallel)

@@ -18,8 +18,8 @@ Tensor = torch.Tensor
 def gather_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of the unsplit model, on every rank; collective.
 
-    For a Hugging Face model: `model.save_pretrained(path, state_dict=pk.gather_state_dict(model))`
-    on one rank.
+    For a Hugging Face model: every rank calls this, and one of them
+    `model.save_pretrained(path, state_dict=state)` with what it gave.
     """
     state: dict[str, Tensor] = {}
     gathered: dict[int, Tensor] = {}  # tied tensors stay one
