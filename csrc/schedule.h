@@ -26,7 +26,7 @@ PK_HD constexpr std::uint64_t round_up(std::uint64_t a, std::uint64_t b) {
   return ceil_div(a, b) * b;
 }
 
-// The public rule: chunks of ceil(numel / size), so 5 over 4 is 2, 2, 1, 0.
+// The public rule: shards of ceil(numel / size), so 5 over 4 is 2, 2, 1, 0.
 PK_HD inline Range shard_bounds(std::uint64_t numel, int size, int rank) {
   const std::uint64_t each = ceil_div(numel, std::uint64_t(size));
   const std::uint64_t begin = min_u64(numel, each * std::uint64_t(rank));

@@ -69,9 +69,17 @@ def weighted_all_reduce_(
 
 
 def shard_bounds(numel: int, size: int, rank: int) -> tuple[int, int]:
-    """The part [start, stop) of a flat buffer that a rank owns: chunks of ceil(numel / size).
+    """The shard [start, stop) of a flat buffer that a rank owns: ceil(numel / size) elements.
 
-    Of 5 elements over 4 ranks they own 2, 2, 1 and 0.
+    The last ones have what is left: of 5 elements over 4 ranks they own 2, 2, 1 and 0.
+
+    Args:
+        numel: elements of the buffer, at least 0.
+        size: number of ranks, at least 1.
+        rank: in [0, size).
+
+    Raises:
+        InvalidArgumentError: (a ValueError) one of them is beyond its bounds.
     """
     if numel < 0 or size < 1 or not 0 <= rank < size:
         raise InvalidArgumentError(

@@ -23,7 +23,7 @@ import parallelkit as pk
 from parallelkit.testing import run_ranks
 
 
-def test_shards_are_chunks_of_the_quotient_rounded_up():
+def test_shards_have_the_quotient_rounded_up():
     assert [pk.shard_bounds(5, 4, r) for r in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
     assert [pk.shard_bounds(0, 2, r) for r in range(2)] == [(0, 0), (0, 0)]
     for numel in (*range(40), 2**31 - 1, 2**31, 2**31 + 8, 10**15):
