@@ -109,6 +109,8 @@ def test_help_names_every_subcommand_and_needs_no_torch(capsys):
         ["bench", "collectives", "--nproc", "0"],
         ["bench", "collectives", "--rounds", "0"],
         ["bench", "collectives", "--sizes", "4K,5K"],
+        ["bench", "optimizer", "--nproc", "0"],
+        ["bench", "optimizer", "--numel", "-1"],
     ],
 )
 def test_wrong_words_end_with_status_2(words, capsys):

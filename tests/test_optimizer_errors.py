@@ -55,6 +55,22 @@ def disagree(group: pk.Group) -> list[str]:
     return heard
 
 
+def test_ranks_that_construct_different_things_hear_what_each_constructs() -> None:
+    for message in virtual_ranks(construct_by_rank, 2):
+        assert "ShardedAdamW on rank 0; DataParallel on rank 1" in message
+
+
+def construct_by_rank(group: pk.Group) -> str:
+    module = nn.Linear(2, 1)
+
+    def construct() -> object:
+        if group.rank == 0:
+            return pk.ShardedAdamW(module.parameters(), group=group)
+        return pk.DataParallel(module, group)
+
+    return ranks.message_of(pk.CollectiveMismatchError, construct)
+
+
 def test_a_fault_of_one_rank_in_the_constructor_is_raised_on_all() -> None:
     for messages in run_ranks(construct_with_a_fault, 2):
         for (rank, text), message in zip(FAULTS, messages, strict=True):
