@@ -36,7 +36,7 @@ def as_number(name: str, weight: Weight) -> float:
 
 def reduction_number(name: str, reduction: str) -> int:
     """The number of a reduction; InvalidArgumentError where there is none of that name."""
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise InvalidArgumentError(
             f'{name}: reduction must be "mean", "sum" or "total", got {reduction!r}'
         )

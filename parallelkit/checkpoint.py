@@ -42,7 +42,7 @@ from .checkpoint_tensors import LoadPlanner, Parts, Reader, SavePlanner, Stored,
 from .errors import InvalidArgumentError, ParallelKitError
 from .group import Group, default_group
 from .optimizer import ShardedAdamW
-from .together import together
+from .together import check_alike, together
 
 __all__ = ["CheckpointError", "exists", "load", "save"]
 
@@ -73,25 +73,28 @@ def save(
         InvalidTypeError: the model's state has something other than tensors, or `extra` something
             that JSON cannot hold.
         InvalidArgumentError: the group's ranks do not hold the whole model. Nothing was written.
+        CollectiveMismatchError: ranks name different folders. Nothing was written.
         CheckpointError: a rank could not write. What was there before stays.
     """
-    root = Path(path)
     group = _group_of(group, model, optimizer)
     tensors: dict[str, Stored] = {}
 
     parts: dict[str, Parts] = {}
 
-    def begin() -> tuple[str, dict[str, Held]]:
+    def begin() -> tuple[str, str, dict[str, Held]]:
+        folder = os.fspath(path)
         json.dumps(extra)
         tensors.update(model_tensors(model))
         if optimizer is not None:
             tensors.update(optimizer_tensors(optimizer))
         parts.update({k: v for k, v in tensors.items() if isinstance(v, Parts)})
-        return new_version(root), {name: _held(value) for name, value in parts.items()}
+        held = {name: _held(value) for name, value in parts.items()}
+        return folder, new_version(Path(folder)), held
 
     begun = together(group, begin, "checkpoint.save")
-    version = begun[0][0]
-    _must_cover(parts, [held for _, held in begun])
+    check_alike("checkpoint.save", [[f"path {folder!r}"] for folder, _, _ in begun])
+    root, version = Path(begun[0][0]), begun[0][1]
+    _must_cover(parts, [held for _, _, held in begun])
     folder = root / version
 
     def write() -> dict[str, Facts]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import rendezvous
 from .agreement import refuse
-from .errors import InvalidArgumentError, InvalidTypeError, UsageError
+from .errors import InvalidArgumentError, InvalidTypeError, ParallelKitError, UsageError
 from .transport import Transport
 from .transport.choose import choose_transport
 from .transport.cuda_peer import CudaPeer
@@ -78,8 +78,16 @@ class Group:
         self._process_group = process_group
         self.rank = process_group.rank() if process_group is not None else 0
         self.size = process_group.size() if process_group is not None else 1
-        self.device = _device(device, process_group)
-        self.timeout = timeout or _DEFAULT_TIMEOUT
+        self.timeout = _DEFAULT_TIMEOUT if timeout is None else timeout
+        fault: ParallelKitError | None = None
+        try:
+            self.device = _device(device, process_group)
+            _check_options(self.timeout, algorithm)
+        except ParallelKitError as error:
+            fault = error
+        for rank, theirs in enumerate(self._gather_objects(fault)):
+            if theirs is not None:
+                raise type(theirs)(f"Group: {theirs} [rank {rank} of {self.size}]")
         self._set_transport(
             choose_transport(
                 process_group, self.device, self.timeout, algorithm, self._gather_objects
@@ -223,6 +231,15 @@ class Group:
         return f"Group(rank {self.rank} of {self.size}, {self.transport}, {self.device})"
 
 
+def _check_options(timeout: timedelta, algorithm: str) -> None:
+    if not isinstance(timeout, timedelta):
+        raise InvalidTypeError(f"timeout must be a timedelta, got {type(timeout).__name__}")
+    if timeout <= timedelta(0):
+        raise InvalidArgumentError(f"timeout must be above 0, got {timeout}")
+    if not isinstance(algorithm, str):
+        raise InvalidTypeError(f"algorithm must be a string, got {type(algorithm).__name__}")
+
+
 _ids = itertools.count()  # numbers of this process: what a compiled graph calls a group by
 _alive: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 _mesh_groups: dict[DeviceMesh, Group] = {}
@@ -331,7 +348,10 @@ def group_of_id(number: int) -> Group:
 
 def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device:
     if device is not None:
-        return _existing(torch.device(device))
+        try:
+            return _existing(torch.device(device))
+        except RuntimeError as error:  # torch's, of a name that is none
+            raise InvalidArgumentError(f"device must name a device: {error}") from None
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

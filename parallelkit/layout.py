@@ -44,10 +44,10 @@ def flat_view(name: str, tensor: torch.Tensor, device: torch.device) -> tuple[to
     """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidTypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in DTYPE_CODES and not tensor.is_complex():
+    if tensor.dtype not in (*DTYPE_CODES, torch.complex64, torch.complex128):
         raise InvalidTypeError(
-            f"{name} must be float32, float64, bfloat16, float16 or complex, got {tensor.dtype}; "
-            "integers have no mean: convert them first"
+            f"{name} must be float32, float64, bfloat16, float16, complex64 or complex128, got "
+            f"{tensor.dtype}; integers have no mean: convert them first"
         )
     if tensor.layout != torch.strided or tensor.device.type != device.type:
         raise InvalidArgumentError(

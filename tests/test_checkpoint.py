@@ -276,6 +276,12 @@ def fail_on_rank_1(group: pk.Group, path: str) -> str:
     if group.rank == 1:
         model.register_buffer("odd", None)
         model.state_dict = lambda: {"odd": object()}  # type: ignore[assignment,method-assign]
+    elsewhere = f"{path}-{group.rank}"
+    parted = ranks.message_of(
+        pk.CollectiveMismatchError, lambda: pk.checkpoint.save(elsewhere, model_of(1))
+    )
+    assert "rank 1 differs from rank 0: path" in parted
+    assert not pk.checkpoint.exists(elsewhere)
     message = ranks.message_of(TypeError, lambda: pk.checkpoint.save(path, model, optimizer))
     other = model_of(2)
     pk.checkpoint.load(path, other, optimizer_of(other))

@@ -81,6 +81,10 @@ def refusals(group: pk.Group) -> dict[str, tuple[type[Exception], Callable[[], o
             TypeError,
             lambda: reduce(kept(3, dtype=wrong(torch.float32, torch.int64)), 1, group),
         ),
+        "complex32": (
+            TypeError,
+            lambda: reduce(kept(3, dtype=wrong(torch.float32, torch.complex32)), 1, group),
+        ),
         "no tensor": (TypeError, lambda: reduce(wrong(kept(3), "abc"), 1, group)),
         "no sequence": (TypeError, lambda: reduce(wrong(kept(3), 5), 1, group)),
         "a number in the list": (
@@ -103,6 +107,10 @@ def refusals(group: pk.Group) -> dict[str, tuple[type[Exception], Callable[[], o
         "unknown reduction": (
             ValueError,
             lambda: reduce(kept(3), 1, group, reduction=wrong("mean", "max")),
+        ),
+        "no reduction": (
+            ValueError,
+            lambda: reduce(kept(3), 1, group, reduction=wrong("mean", [])),
         ),
         "weight of a string": (TypeError, lambda: reduce(kept(3), wrong(1, "1"), group)),
         "weight of no number": (TypeError, lambda: reduce(kept(3), wrong(1, None), group)),

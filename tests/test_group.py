@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import oracle
 import pytest
@@ -85,6 +86,28 @@ def subgroups(group: pk.Group) -> None:
 
 def test_subgroups_average_over_their_own_ranks_alone():
     run_ranks(subgroups, 5)
+
+
+def wrong_on_one_rank(group: pk.Group) -> list[str]:
+    last = group.rank == group.size - 1
+    wrong: list[tuple[type[Exception], dict[str, Any]]] = [
+        (TypeError, {"timeout": 5}),
+        (ValueError, {"timeout": timedelta(seconds=-5)}),
+        (TypeError, {"algorithm": ["ring"]}),
+        (ValueError, {"device": "nonsense"}),
+    ]
+    told = [message_of(kind, lambda o=o: pk.Group(**(o if last else {}))) for kind, o in wrong]
+    with pk.Group() as other:
+        assert mean_of_ranks(other) == (group.size - 1) / 2
+    return told
+
+
+def test_a_wrong_argument_on_one_rank_is_refused_on_all():
+    first, second = run_ranks(wrong_on_one_rank, 2)
+    assert first == second
+    for message, argument in zip(first, ("timeout", "timeout", "algorithm", "device"), strict=True):
+        assert argument in message
+        assert "[rank 1 of 2]" in message
 
 
 def uneven_groups(group: pk.Group, algorithm: str) -> None:

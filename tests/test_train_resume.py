@@ -90,6 +90,17 @@ def test_a_run_with_other_settings_is_refused(tmp_path: Path) -> None:
             assert complaint in str(outcome)
 
 
+def test_what_is_no_run_to_go_on_from_is_refused(tmp_path: Path) -> None:
+    pk.checkpoint.save(tmp_path / "other", nn.Linear(2, 2))
+    run_ranks(train_small, 1, small(tmp_path, 2, save=tmp_path / "c"))
+    for folder, complaint in (
+        ("other", "must hold a checkpoint of `parallelkit train`"),
+        ("c", "--steps must be at least the 2"),
+    ):
+        with pytest.raises(RanksFailedError, match=complaint):
+            run_ranks(train_small, 1, small(tmp_path, 1, resume=tmp_path / folder))
+
+
 def test_folders_are_checked_before_a_rank_starts(tmp_path: Path) -> None:
     full, empty, file = tmp_path / "full", tmp_path / "empty", tmp_path / "file"
     pk.checkpoint.save(full, nn.Linear(1, 1))

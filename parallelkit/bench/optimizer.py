@@ -27,7 +27,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from ..cli import positive
 from ..collectives import all_gather_flat, shard_bounds, weighted_reduce_scatter
 from ..data_parallel import DataParallel
-from ..errors import ParallelKitError
+from ..errors import InvalidArgumentError, ParallelKitError
 from ..group import Group
 from ..optimizer import ShardedAdamW
 from ..sharded_step import NativeStep
@@ -40,6 +40,7 @@ __all__ = ["add_arguments", "run"]
 
 _OURS, _GLOO, _FLOOR = "one pass", "Gloo, torch fused AdamW", "floor"
 _OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
+_FEWEST = 100_000  # FSDP2 cannot take parameters without elements
 _BUCKET = 25 << 18  # float32 elements of 25 MB
 
 
@@ -55,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print tables and one JSON line; raises where a result was wrong."""
     size, rounds, numel = arguments.nproc, arguments.rounds, arguments.numel
+    if numel < _FEWEST:
+        raise InvalidArgumentError(f"--numel must be at least {_FEWEST:,}, got {numel}")
     steps = run_ranks(_measure_steps, size, numel, rounds, timeout=3600.0)[0]
     whole = run_ranks(_measure_whole, size, numel, rounds, timeout=3600.0)[0]
     alone = run_ranks(_measure_alone, 1, numel, rounds, timeout=3600.0)[0]

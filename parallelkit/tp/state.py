@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from parallelkit.errors import InvalidArgumentError
+from parallelkit.errors import InvalidArgumentError, InvalidTypeError
 from parallelkit.nn.split import split_of
+from parallelkit.together import together
 
 __all__ = ["gather_gradients", "gather_state_dict", "load_full_state_dict"]
 
@@ -19,7 +20,7 @@ def gather_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of the unsplit model, on every rank; collective.
 
     For a Hugging Face model: every rank calls this, and one of them
-    `model.save_pretrained(path, state_dict=state)` with what it gave.
+    `model.save_pretrained(path, state_dict=dict(state))` with what it gave.
     """
     state: dict[str, Tensor] = {}
     gathered: dict[int, Tensor] = {}  # tied tensors stay one
@@ -50,16 +51,33 @@ def gather_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
-    """Load the unsplit model's state dict into a split model: each rank takes its part.
+    """Load the unsplit model's state dict into a split model: each rank takes its part. Collective.
 
     Args:
         model: split by `tensor_parallel`.
         state_dict: of the unsplit model, equal on every rank; may be memory-mapped.
     Raises:
-        InvalidArgumentError: missing or unexpected names, or shapes that do not fit; nothing was
-            loaded.
+        InvalidArgumentError: missing or unexpected names, or shapes that do not fit, on any rank;
+            nothing was loaded.
     """
     state = model.state_dict(keep_vars=True)
+    group = next((split.group for t in state.values() if (split := split_of(t))), None)
+    if group is None:
+        _check_fit(state, state_dict)
+    else:
+        together(group, lambda: _check_fit(state, state_dict), "load_full_state_dict")
+    with torch.no_grad():
+        for name, value in state_dict.items():
+            split = split_of(state[name])
+            state[name].copy_(value if split is None else split.take(value))
+
+
+def _check_fit(state: Mapping[str, Tensor], state_dict: Mapping[str, Tensor]) -> None:
+    """Raise unless the unsplit model's dict has what the split model's state wants."""
+    if not isinstance(state_dict, Mapping):
+        raise InvalidTypeError(
+            f"load_full_state_dict: state_dict must be a dict, got {type(state_dict).__name__}"
+        )
     missing, unexpected = state.keys() - state_dict.keys(), state_dict.keys() - state.keys()
     given = {id(state[name]) for name in state_dict.keys() & state.keys()}
     missing = {name for name in missing if id(state[name]) not in given}  # ties need one name
@@ -76,7 +94,3 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor]) -> 
                 f"load_full_state_dict: {name} must be {list(shape)}, got {list(value.shape)}; "
                 "nothing was loaded"
             )
-    with torch.no_grad():
-        for name, value in state_dict.items():
-            split = split_of(state[name])
-            state[name].copy_(value if split is None else split.take(value))

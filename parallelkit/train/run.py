@@ -132,6 +132,11 @@ def train(options: Options, group: pk.Group) -> Result:
     done = 0
     if options.resume is not None:
         done = checkpoints.load(options.resume, run.result)
+        if done > options.steps:
+            raise InvalidArgumentError(
+                f"--steps must be at least the {done} that {options.resume} has done, got "
+                f"{options.steps}"
+            )
         found = f"going on after step {done} of {options.steps}" if done else "nothing saved yet"
         tell(f"{options.resume}: {found}")
 

@@ -50,11 +50,11 @@ def settings_of(
     """What decides the numbers of a run, by option; of the text its hash."""
     text = hashlib.sha256(b"\0".join(pieces)).hexdigest()[:12]
     return {
-        "--data": f"text of SHA-256 {text}...",
         "--batch": batch,
         "--micro-batch": micro_batch,
         "--lr": lr,
         "--seed": seed,
+        "--data": f"text of SHA-256 {text}...",  # last: the seed decides it, too
     }
 
 
@@ -92,7 +92,12 @@ class Checkpoints:
         if not self._group._gather_objects(checkpoint.exists(folder))[0]:
             return 0
         nothing = nn.Module()  # first its notes alone
-        saved = checkpoint.load(folder, nothing, group=self._group)["settings"]
+        notes = checkpoint.load(folder, nothing, group=self._group)
+        if not isinstance(notes, dict) or "settings" not in notes:
+            raise InvalidArgumentError(
+                f"--resume {folder} must hold a checkpoint of `parallelkit train`, got another's"
+            )
+        saved = notes["settings"]
         for name, value in self._settings.items():
             if saved.get(name) != value:
                 raise InvalidArgumentError(
