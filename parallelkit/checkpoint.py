@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.tensor import DTensor
 
 from .checkpoint_files import (
     CheckpointError,
@@ -192,8 +193,14 @@ def load(
 def _group_of(group: Group | None, model: nn.Module, optimizer: ShardedAdamW | None) -> Group:
     if group is not None:
         return group
-    split = any(hasattr(parameter, "tp_split") for parameter in model.parameters())
-    return default_group(None) if split or optimizer is None else optimizer.group
+    if optimizer is None:
+        return default_group(None)
+    size = optimizer.group.size
+    beyond = any(  # other ranks than the optimizer's hold other parts
+        hasattr(p, "tp_split") or (isinstance(p, DTensor) and p.device_mesh.size() > size)
+        for p in model.parameters()
+    )
+    return default_group(None) if beyond else optimizer.group
 
 
 def _held(parts: Parts) -> Held:

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import message_of
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import parallelkit as pk
@@ -65,20 +65,20 @@ def differing(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
     return [n for n in wanted if not torch.allclose(state[n], wanted[n], rtol=0, atol=1e-12)]
 
 
+def fully_sharded(mesh: DeviceMesh, seed: int, tied: bool) -> nn.Module:
+    split = pk.tensor_parallel(whole_model(seed, tied), mesh["tp"], PLAN)
+    pk.nn.install_dtensors(split)
+    for layer in (split[1], split[2]):  # their whole weights are let go after each forward
+        fully_shard(layer, mesh=mesh["dp"])
+    return fully_shard(split, mesh=mesh["dp"])
+
+
 def trained_by_fsdp(group: pk.Group, folder: str, tied: bool) -> list[object]:
     """Names of what differs from the unsplit model in gradients, weights, and files."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    tp, mine = pk.Group.from_mesh(mesh["tp"]), mesh["dp"].get_local_rank()
+    mine = mesh["dp"].get_local_rank()
     whole = whole_model(0, tied)
-
-    def fully_sharded(seed: int) -> nn.Module:
-        split = pk.tensor_parallel(whole_model(seed, tied), tp, PLAN)
-        pk.nn.install_dtensors(split)
-        for layer in (split[1], split[2]):  # their whole weights are let go after each forward
-            fully_shard(layer, mesh=mesh["dp"])
-        return fully_shard(split, mesh=mesh["dp"])
-
-    model, found = fully_sharded(0), []
+    model, found = fully_sharded(mesh, 0, tied), []
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, whole)]
     for step in range(3):
         for optimizer in optimizers:
@@ -93,7 +93,7 @@ def trained_by_fsdp(group: pk.Group, folder: str, tied: bool) -> list[object]:
     found.append(differing(state, whole.state_dict()))
 
     dcp.save(get_model_state_dict(model), checkpoint_id=folder)
-    other = fully_sharded(1)
+    other = fully_sharded(mesh, 1, tied)
     read = get_model_state_dict(other)
     dcp.load(read, checkpoint_id=folder)
     set_model_state_dict(other, read)
@@ -110,6 +110,25 @@ def trained_by_fsdp(group: pk.Group, folder: str, tied: bool) -> list[object]:
 def test_fsdp_over_the_other_dimension_trains_and_saves_the_unsplit_model(tmp_path, tied):
     wanted = [[], [], [], [], True, []]
     assert run_ranks(trained_by_fsdp, 4, str(tmp_path), tied) == [wanted] * 4
+
+
+def checkpointed(group: pk.Group, folder: str) -> list[str]:
+    """What differs in the unsplit model that reads what all ranks of a mesh have written."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = fully_sharded(mesh, 0, False)
+    data = pk.Group.from_mesh(mesh["dp"])
+    optimizer = pk.ShardedAdamW(model.parameters(), lr=0.1, group=data)
+    loss_of(model, batch(0)[data.rank]).backward()
+    optimizer.step()
+    pk.checkpoint.save(folder, model, optimizer)
+    plain = whole_model(1, False)
+    pk.checkpoint.load(folder, plain, group=group)
+    state = {n: t.full_tensor() for n, t in get_model_state_dict(model).items()}
+    return differing(plain.state_dict(), state)
+
+
+def test_a_checkpoint_is_of_the_whole_mesh_where_the_optimizer_knows_one_dimension(tmp_path):
+    assert run_ranks(checkpointed, 4, str(tmp_path)) == [[]] * 4
 
 
 def saved_as_views(group: pk.Group, folder: str) -> list[object]:
