@@ -11,6 +11,7 @@ import torch
 from .adamw import MOMENTS, decode
 from .checkpoint_files import CheckpointError
 from .checkpoint_tensors import Stored, owned_parts, whole_shape
+from .ops import wide_dtype
 from .optimizer import ShardedAdamW
 from .optimizer_layout import Member
 from .optimizer_state import ENTRIES, refresh_master
@@ -111,7 +112,7 @@ def room_for(optimizer: ShardedAdamW, manifest: dict[str, Any]) -> tuple[Room, d
         keys = list(MOMENTS[: 3 if amsgrad[index] else 2]) if known else []
         if known and known["master"] and "master_param" in member.state:
             keys.append("master_param")
-        dtype = torch.promote_types(member.parameter.dtype, torch.float32)
+        dtype = wide_dtype(member.parameter.dtype)
         room[member] = {}
         for key in keys:
             owned = torch.empty(member.stop - member.start, dtype=dtype, device=member.local.device)

@@ -13,18 +13,15 @@ from typing import Any
 
 import torch
 
-from .adamw import MOMENTS
-from .agreement import refuse
 from .collectives import weighted_all_reduce_
 from .group import Group
 from .ops import DTYPE_CODES
 from .optimizer_layout import Buffer, Member
-from .transport import REDUCTIONS, Call, Reply
+from .sharded_step import add_member, checked
+from .transport import REDUCTIONS, Call
 from .transport.cuda_peer import CudaPeer
 
 __all__ = ["DeviceStep"]
-
-_KINDS = {torch.bfloat16: 1, torch.int8: 2}  # of stored moments; 0: as they are computed
 
 
 class DeviceStep:
@@ -48,36 +45,13 @@ class DeviceStep:
         self._native = self._transport.new_step(averaged)
         places = [(buffer, member) for buffer in buffers for member in buffer.members]
         for index, (buffer, member) in enumerate(places):
-            self._add(index, member, buffer)
+            shared = buffer.flat is not None, buffer.bucket is not None
+            add_member(self._native, index, member, shared)
         self._loaded: object = None
         self._table: torch.Tensor | None = None
         self._skips = torch.zeros((), dtype=torch.float64, device=group.device)
         self._last: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._warned = False
-
-    def _add(self, index: int, member: Member, buffer: Buffer) -> None:
-        dtype, state = member.parameter.dtype, member.state
-        master = state.get("master_param")
-        stochastic = master is None and dtype == torch.bfloat16
-        self._native.add_parameter(
-            DTYPE_CODES[dtype],
-            stochastic,
-            member.split,
-            buffer.flat is not None,
-            buffer.bucket is not None,
-        )
-        count = member.stop - member.start
-        if count:
-            self._native.add_piece(
-                index,
-                member.number,
-                member.start,
-                count,
-                _address(master),
-                _KINDS.get(state["exp_avg"].dtype, 0),
-                tuple(_address(state.get(name)) for name in MOMENTS),
-                tuple(_address(state.get(f"{name}_scale")) for name in MOMENTS),
-            )
 
     def move(
         self,
@@ -106,7 +80,8 @@ class DeviceStep:
         squares = None
         if max_norm is not None or skip_nonfinite:
             squares = torch.empty(2, dtype=torch.float64, device=device)
-            self._checked(self._transport.gradient_norm(self._native, call, squares), weight)
+            reply = self._transport.gradient_norm(self._native, call, squares)
+            checked(self._group, reply, weight)
             split: Any = next((m.parameter for m in self._members if m.split), None)
             if split is not None:  # what is whole on all of those ranks counts once
                 weighted_all_reduce_(squares[1:], 1.0, split.tp_group, reduction="total")
@@ -114,7 +89,7 @@ class DeviceStep:
         reply = self._transport.sharded_step(
             self._native, call, squares, max_norm or 0.0, skip_nonfinite, report
         )
-        self._checked(reply, weight)
+        checked(self._group, reply, weight)
         if squares is None:
             return None
         self._skips += report[1]
@@ -148,11 +123,6 @@ class DeviceStep:
             capturing = torch.cuda.is_current_stream_capturing()
             self._loaded = None if capturing else loaded  # a graph fills it when it is replayed
 
-    def _checked(self, reply: Reply, weight: float) -> None:
-        if reply.outcome != "done":
-            group, name = self._group, ["ShardedAdamW.step"]
-            raise refuse(self._transport, group.rank, reply.outcome, name, weight)
-
     # -- steps that were skipped ---------------------------------------------------------------
 
     def skipped(self) -> int:
@@ -179,7 +149,3 @@ class DeviceStep:
                 RuntimeWarning,
                 stacklevel=5,
             )
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPE_CODES", "cpu", "load_cuda"]
+__all__ = ["DTYPE_CODES", "cpu", "load_cuda", "wide_dtype"]
 
 # The versions of the calls between Python and C++; their bindings have the same numbers.
 _INTERFACES = {"parallelkit._cpu": 1, "parallelkit._cuda": 1}
@@ -64,3 +64,8 @@ cpu: Any | None = _load_cpu()
 
 # The numbers of csrc/dtypes.h.
 DTYPE_CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of `dtype` are kept in: float32 for 16 bits, else itself."""
+    return torch.promote_types(dtype, torch.float32)

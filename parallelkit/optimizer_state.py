@@ -17,6 +17,7 @@ from .adamw import BLOCK, MOMENTS, decode, encode
 from .collectives import all_gather_flat
 from .errors import InvalidArgumentError
 from .group import Group
+from .ops import wide_dtype
 from .optimizer_layout import Buffer, Member, flat_view, local_of
 
 __all__ = [
@@ -154,7 +155,7 @@ def _gathered(buffer: Buffer, key: str, group: Group, keep: bool) -> dict[Member
     if buffer.size == 1 or not members:
         return {m: decode(key, m.state).clone() for m in members if keep}
     chosen = set(members)
-    dtype = torch.promote_types(members[0].parameter.dtype, torch.float32)
+    dtype = wide_dtype(members[0].parameter.dtype)
     device = members[0].local.device
     owned = [[p for p in buffer.pieces(r) if p[0] in chosen] for r in range(group.size)]
     longest = max(sum(stop - start for _, start, stop in pieces) for pieces in owned)
@@ -245,7 +246,7 @@ def load_entry(member: Member, entry: Mapping[str, Any], kept: StateFormat, amsg
     flat = {}
     for name in ENTRIES:
         if name in entry:
-            ordered = torch.empty_like(local, dtype=torch.promote_types(local.dtype, torch.float32))
+            ordered = torch.empty_like(local, dtype=wide_dtype(local.dtype))
             ordered.copy_(local_of(entry[name]))
             flat[name] = flat_view(ordered)[member.start : member.stop]
     kept.fill(member, float(entry.get("step", 0.0)), flat, amsgrad)

@@ -12,20 +12,21 @@ the host nothing in between.) Both are used as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from .adamw import MOMENTS, Setting, decode, encode, round_stochastically, update_
 from .agreement import refuse
 from .group import Group
-from .ops import DTYPE_CODES, cpu
+from .ops import DTYPE_CODES, cpu, wide_dtype
 from .optimizer_layout import Buffer, Member, flat_view
 from .transport import REDUCTIONS, Call, Reply
-from .transport.process_group import wide_dtype
 from .transport.shared_memory import SharedMemory
 
-__all__ = ["Squares", "Step", "Work", "make_step"]
+__all__ = ["Squares", "Step", "Work", "add_member", "checked", "make_step"]
+
+_KINDS = {torch.bfloat16: 1, torch.int8: 2}  # of stored moments; 0: as they are computed
 
 # Of the members that move: the gradient, in the parameter's order of memory, and the setting.
 Work = Mapping[Member, tuple[torch.Tensor, Setting]]
@@ -68,7 +69,8 @@ def make_step(buffers: Sequence[Buffer], group: Group, averaged: bool) -> Step:
     return kind(buffers, group, averaged)
 
 
-def _checked(group: Group, reply: Reply, weight: float) -> None:
+def checked(group: Group, reply: Reply, weight: float) -> None:
+    """Raise, the same on every rank, unless all went well."""
     if reply.outcome != "done":
         raise refuse(group._transport, group.rank, reply.outcome, ["ShardedAdamW.step"], weight)
 
@@ -92,23 +94,8 @@ class NativeStep:
             buffers, param_strides, grad_strides, strict=True
         ):
             for member in buffer.members:
-                self._add(member, param_stride, grad_stride)
-
-    def _add(self, member: Member, param_stride: int, grad_stride: int) -> None:
-        dtype, state = member.parameter.dtype, member.state
-        master = state.get("master_param")
-        stochastic = master is None and dtype == torch.bfloat16
-        code = DTYPE_CODES[dtype]
-        self.native.add_parameter(code, stochastic, member.split, param_stride, grad_stride)
-        index = len(self._members)
-        self._members.append(member)
-        count = member.stop - member.start
-        if count:
-            kind = {torch.bfloat16: 1, torch.int8: 2}.get(state["exp_avg"].dtype, 0)
-            moments = tuple(_address(state.get(name)) for name in MOMENTS)
-            scales = tuple(_address(state.get(f"{name}_scale")) for name in MOMENTS)
-            place = (index, member.number, member.start, count)
-            self.native.add_piece(*place, _address(master), kind, moments, scales)
+                add_member(self.native, len(self._members), member, (param_stride, grad_stride))
+                self._members.append(member)
 
     def load(self, work: Work, weight: float, scale: float) -> None:
         settings: dict[Setting, int] = {}
@@ -130,13 +117,35 @@ class NativeStep:
 
     def measure(self) -> Squares:
         reply = self._transport.measure_gradient(self.native, self._call(1.0))
-        _checked(self._group, reply, self._weight)
+        checked(self._group, reply, self._weight)
         return Squares(*self.native.squares)
 
     def run(self, clip: float) -> None:
         reply = self._transport.sharded_step(self.native, self._call(clip))
-        _checked(self._group, reply, self._weight)
+        checked(self._group, reply, self._weight)
         self._work = {}
+
+
+def add_member(native: Any, index: int, member: Member, shared: tuple[int, int]) -> None:
+    """Tell a native step, on the CPU or a GPU, of a parameter and of what this rank owns of it.
+
+    Args:
+        native: the step.
+        index: of the parameter in it.
+        member: the parameter.
+        shared: how peers reach the parameter and its gradient, as the native step wants that.
+    """
+    dtype, state = member.parameter.dtype, member.state
+    master = state.get("master_param")
+    stochastic = master is None and dtype == torch.bfloat16
+    native.add_parameter(DTYPE_CODES[dtype], stochastic, member.split, *shared)
+    count = member.stop - member.start
+    if count:
+        kind = _KINDS.get(state["exp_avg"].dtype, 0)
+        moments = tuple(_address(state.get(name)) for name in MOMENTS)
+        scales = tuple(_address(state.get(f"{name}_scale")) for name in MOMENTS)
+        place = (index, member.number, member.start, count)
+        native.add_piece(*place, _address(master), kind, moments, scales)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -186,7 +195,7 @@ class PlainStep:
         call = Call(each, 0, self._weight, self._scale, REDUCTIONS["sum"], False)
         transport = self._group._transport
         prepared = transport.prepare([rows.view(-1)])
-        _checked(self._group, transport.reduce_scatter(prepared, mine, call), self._weight)
+        checked(self._group, transport.reduce_scatter(prepared, mine, call), self._weight)
         begin = buffer.range(self._group.rank)[0]
         for member in self._owned(buffer):
             at = member.offset - begin
@@ -243,7 +252,7 @@ class PlainStep:
         everybody = mine.new_empty(size * each)
         call = Call(each, 0, 1.0, 1.0, REDUCTIONS["mean"], False)
         prepared = transport.prepare([everybody])
-        _checked(self._group, transport.all_gather(prepared, mine, call), 1.0)
+        checked(self._group, transport.all_gather(prepared, mine, call), 1.0)
         for rank in range(size):
             base = rank * each - buffer.range(rank)[0]
             for member, start, stop in buffer.pieces(rank):

@@ -21,18 +21,14 @@ from parallelkit.nn import product_ops as ops
 from parallelkit.nn.kernel_choice import current_kernels
 from parallelkit.nn.linear_op import linear_into, parameter_gradients, rows
 from parallelkit.nn.term import Term
+from parallelkit.ops import wide_dtype
 
-__all__ = ["InputGradient", "column_linear", "output_gradient", "product", "wide_dtype"]
+__all__ = ["InputGradient", "column_linear", "output_gradient", "product"]
 
 Tensor = torch.Tensor
 
 # From here on a sum is worth a thread of its own beside the weight's gradient; an estimate.
 _OVERLAP_BYTES = 1 << 20
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a sum over ranks is kept in."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class InputGradient:

@@ -19,6 +19,7 @@ from parallelkit.in_place import gradient_buffer, gradients_in_place
 from parallelkit.nn import product_ops as ops
 from parallelkit.nn.kernel_choice import HALVES, current_kernels
 from parallelkit.nn.torch_products import ACTIVATIONS
+from parallelkit.ops import wide_dtype
 
 __all__ = ["gated_linear", "gradients_in_place", "linear", "linear_into"]
 
@@ -271,8 +272,7 @@ def parameter_gradients(
         dweight, dbias = ops.weight_gradient(dz, x, needs_bias, weight.dtype, kernels)
         return dweight if needs_weight else None, dbias if needs_bias else None
     if not needs_weight:
-        wide = torch.float64 if dz.dtype == torch.float64 else torch.float32
-        return None, dz.sum(0, dtype=wide) if needs_bias else None
+        return None, dz.sum(0, dtype=wide_dtype(dz.dtype)) if needs_bias else None
     targets = (weight, bias) if needs_bias else (weight,)
     buffers = [buffer for t in targets if (buffer := gradient_buffer(t, x.dtype)) is not None]
     if len(buffers) == len(targets):

@@ -13,6 +13,7 @@ from parallelkit.collectives import shard_bounds
 from parallelkit.errors import InvalidArgumentError, InvalidTypeError
 from parallelkit.group import Group, default_group
 from parallelkit.nn import exchange
+from parallelkit.ops import wide_dtype
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
@@ -109,7 +110,7 @@ class _CrossEntropy(Function):
         classes: int,
         smoothing: float,
     ) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
+        wide = wide_dtype(logits.dtype)
         start, stop = shard_bounds(classes, group.size, group.rank)
         own = valid & (target >= start) & (target < stop)
         local = (target - start).masked_fill(~own, 0).unsqueeze(-1)

@@ -11,10 +11,10 @@ from torch.autograd.function import once_differentiable
 from parallelkit.group import Group
 from parallelkit.nn import exchange
 from parallelkit.nn import product_ops as ops
-from parallelkit.nn.column_op import wide_dtype
 from parallelkit.nn.kernel_choice import current_kernels
 from parallelkit.nn.linear_op import linear_into, parameter_gradients, rows
 from parallelkit.nn.term import Term
+from parallelkit.ops import wide_dtype
 
 __all__ = ["row_linear"]
 

@@ -20,6 +20,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from parallelkit.ops import wide_dtype
+
 __all__ = [
     "ACTIVATIONS",
     "activation_gradient",
@@ -108,9 +110,7 @@ def forward(
     if activation is None and residual is None:
         y = z
     elif (
-        x.device.type != "cpu"
-        or _wide_dtype(x.dtype) == x.dtype
-        or (not gated and residual is None)
+        x.device.type != "cpu" or wide_dtype(x.dtype) == x.dtype or (not gated and residual is None)
     ):
         y = finish((slice(None), slice(None)), gate, up)  # one step rounds but once by itself
     else:
@@ -182,7 +182,7 @@ def activation_gradient(dy: Tensor, pre: Tensor, activation: str, gated: bool) -
         return _GRADIENTS[activation](dy, pre)  # fp32 inside, rounded once
     dz = torch.empty_like(pre, memory_format=torch.contiguous_format)
     for block in _row_blocks(dy):
-        d = dy[block].to(_wide_dtype(dy.dtype)) if dy.device.type == "cpu" else dy[block]
+        d = dy[block].to(wide_dtype(dy.dtype)) if dy.device.type == "cpu" else dy[block]
         _through_activation(d, pre, dz, block, activation, gated)
     return dz
 
@@ -208,7 +208,7 @@ def _by_blocks(operand: Tensor) -> bool:
 def _wide_product(a: Tensor, b: Tensor) -> Iterator[tuple[Block, Tensor]]:
     """a[I, L]·b[J, L]ᵀ, 16-bit operands in fp32: block by block on a CPU, whole on a GPU."""
     I, J = a.shape[0], b.shape[0]
-    if _wide_dtype(a.dtype) == a.dtype:
+    if wide_dtype(a.dtype) == a.dtype:
         yield (slice(0, I), slice(0, J)), a @ b.T
     elif a.device.type != "cpu":
         yield (slice(0, I), slice(0, J)), torch.mm(a, b.T, out_dtype=torch.float32)
@@ -232,11 +232,7 @@ def _single(t: Tensor) -> Tensor:
 
 
 def _column_sums(dz: Tensor) -> Tensor:
-    return dz.sum(0, dtype=_wide_dtype(dz.dtype))
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return dz.sum(0, dtype=wide_dtype(dz.dtype))
 
 
 def _row_blocks(t: Tensor) -> Iterator[Block]:

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CollectiveTimeoutError, PeerLostError
+from ..ops import wide_dtype
 from . import REDUCTIONS, Call, Reply
-from .process_group import ProcessGroup, reduce_scatter_single, wide_dtype
+from .process_group import ProcessGroup, reduce_scatter_single
 from .shared_memory import SharedMemory
 
 __all__ = ["Hierarchical"]

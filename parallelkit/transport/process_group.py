@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ParallelKitError, UsageError
+from ..ops import wide_dtype
 from . import REDUCTIONS, Call, Reply
 from .watch import Watch
 
-__all__ = ["ProcessGroup", "reduce_scatter_single", "wide_dtype"]
+__all__ = ["ProcessGroup", "reduce_scatter_single"]
 
 # The same function under its name of today and that of torch < 2.13.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -34,11 +35,6 @@ Result = TypeVar("Result")
 _GRACE = timedelta(seconds=2)
 
 _OPERATIONS = {"barrier": 0, "exchange": 1, "all_reduce": 2, "reduce_scatter": 3, "all_gather": 4}
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What a sum of `dtype` is kept in: float64 for float64, float32 for the others."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _Background:
