@@ -17,6 +17,7 @@ from .collectives import weighted_all_reduce_
 from .group import Group
 from .ops import DTYPE_CODES
 from .optimizer_layout import Buffer, Member
+from .optimizer_step import note_write
 from .sharded_step import add_member, checked
 from .transport import REDUCTIONS, Call
 from .transport.cuda_peer import CudaPeer
@@ -60,6 +61,7 @@ class DeviceStep:
         scale: float,
         max_norm: float | None,
         skip_nonfinite: bool,
+        quiet: bool,
     ) -> torch.Tensor | None:
         """One step, enqueued on the current stream. Collective.
 
@@ -70,10 +72,13 @@ class DeviceStep:
             scale: a factor they still need.
             max_norm: clip the global gradient to it.
             skip_nonfinite: where it is not finite nothing moves.
+            quiet: do not warn of steps that were skipped.
 
         Returns:
             Its norm before clipping, 0-dim float64 on the GPU; None where nobody asked.
         """
+        if not quiet:
+            self._warn_of_skip()
         self._load(work)
         call = Call(len(self._members), 0, weight, scale, self._reduction, False)
         device = self._group.device
@@ -90,6 +95,7 @@ class DeviceStep:
             self._native, call, squares, max_norm or 0.0, skip_nonfinite, report
         )
         checked(self._group, reply, weight)
+        note_write(list(work))
         if squares is None:
             return None
         self._skips += report[1]
@@ -135,7 +141,7 @@ class DeviceStep:
             there = report.to("cpu", non_blocking=True)  # pinned, as torch makes it then
             self._last = there, torch.cuda.current_stream(self._group.device).record_event()
 
-    def warn_of_skip(self) -> None:
+    def _warn_of_skip(self) -> None:
         """Say once that a step was skipped, when the host comes to know."""
         if self._last is None or not self._last[1].query():
             return
@@ -147,5 +153,5 @@ class DeviceStep:
                 "the step. The GPU decided that, and keeps no gradients to name the parameter; "
                 "skipped steps are counted in .skipped_steps",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import torch
 from torch.optim import AdamW, Optimizer
 
-from .adamw import Setting
 from .buckets import GradientBuckets
 from .data_parallel import DataParallel
 from .device_step import DeviceStep
 from .errors import ParallelKitError, UsageError
 from .group import Group, default_group
+from .host_step import HostStep
 from .optimizer_checks import STATE_DTYPES, check_options, check_parameter
 from .optimizer_layout import Buffer, Member, local_of, place, place_like_gradients
 from .optimizer_state import StateFormat, checked_entries, load_entry, pack, refresh_master, whole
@@ -23,12 +22,9 @@ from .optimizer_step import (
     Facts,
     agree,
     check_places,
-    global_norm,
     hyper_parameters,
     usable_gradient,
-    warn_of_nonfinite,
 )
-from .sharded_step import Step, make_step
 from .together import check_alike, together
 from .transport.cuda_peer import CudaPeer
 
@@ -110,7 +106,7 @@ class ShardedAdamW(Optimizer):
         self._buffers: list[Buffer] = []
         self._outside: list[torch.Tensor] = []  # frozen so far, without state
         self.members: dict[torch.Tensor, Member] = {}
-        self._step: Step | DeviceStep | None = None
+        self._step: HostStep | DeviceStep | None = None
         self._constructed = False
 
         def prepare() -> list[str]:
@@ -222,13 +218,13 @@ class ShardedAdamW(Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps that a gradient that was not finite cost; on a GPU it waits for the last step."""
-        return self._skipped + (self._step.skipped() if isinstance(self._step, DeviceStep) else 0)
+        return self._skipped + (self._step.skipped() if self._step else 0)
 
     @skipped_steps.setter
     def skipped_steps(self, count: int) -> None:
         self._skipped += count - self.skipped_steps
 
-    def _prepare(self) -> Step | DeviceStep:
+    def _prepare(self) -> HostStep | DeviceStep:
         """Look up what every step asks of each member."""
         groups = self._group_of()
         self._options = {member: groups[p] for p, member in self.members.items()}
@@ -238,12 +234,7 @@ class ShardedAdamW(Optimizer):
         averaged = self._buckets is None
         if isinstance(self.group._transport, CudaPeer):
             return DeviceStep(self._buffers, self.group, averaged)
-        if self.members:
-            # One tensor holds all counts: adding to 150 tensors costs as much as a small step.
-            self._counts = torch.stack([m.state["step"] for m in self._options])
-            for member, count in zip(self._options, self._counts.unbind(), strict=True):
-                member.state["step"] = count
-        return make_step(self._buffers, self.group, averaged)
+        return HostStep(self._buffers, self.group, averaged, self._skipped)
 
     # -- the step -------------------------------------------------------------------------------
 
@@ -329,57 +320,19 @@ class ShardedAdamW(Optimizer):
     def _move(
         self, moving: list[Member], gradients: Mapping[Member, torch.Tensor], scale: float
     ) -> None:
-        """Measure, decide, step."""
+        """One step of the members that move."""
         assert self._step is not None
         weight = 1.0
         if self._buckets is not None:
             weight, scale = self._buckets.weight, scale * self._buckets.reference
-        if isinstance(self._step, DeviceStep):
-            if self._loss_scale == 1.0:  # with a loss scale it is nothing unusual
-                self._step.warn_of_skip()
-            self.last_grad_norm = self._step.move(
-                {member: (gradients[member], self._options[member]) for member in moving},
-                weight,
-                scale,
-                self.max_grad_norm,
-                self.skip_nonfinite,
-            )
-            self._note_write(moving)
-            return
-        steps = [member.state["step"] for member in moving]
-        counts = self._counts if len(moving) == len(self._options) else torch.stack(steps)
-        settings: dict[tuple[int, float], Setting] = {}
-        work: dict[Member, tuple[torch.Tensor, Setting]] = {}
-        for member, count in zip(moving, counts.tolist(), strict=True):
-            options = self._options[member]
-            key = (id(options), count)
-            if key not in settings:
-                settings[key] = Setting.of(options, int(count) + 1)
-            work[member] = (gradients[member], settings[key])
-        self._step.load(work, weight, scale)
-        clip = 1.0
-        if self.max_grad_norm is not None or self.skip_nonfinite:
-            norm = global_norm(self._step.measure(), self.group, self.members.values())
-            self.last_grad_norm = torch.tensor(norm, dtype=torch.float64)
-            if self.skip_nonfinite and not math.isfinite(norm):
-                self.skipped_steps += 1
-                if self.skipped_steps == 1 and self._loss_scale == 1.0:
-                    warn_of_nonfinite(work, self.group)  # with a scale it is nothing unusual
-                return
-            if self.max_grad_norm is not None:
-                clip = min(1.0, self.max_grad_norm / (norm + 1e-6))
-        self._step.run(clip)
-        if counts is self._counts:
-            counts.add_(1.0)
-        else:
-            torch._foreach_add_(steps, 1.0)
-        self._note_write(moving)
-
-    def _note_write(self, moving: list[Member]) -> None:
-        """The optimizer itself has written these parameters."""
-        torch.autograd.graph.increment_version([member.parameter for member in moving])
-        for member in moving:
-            member.version = member.parameter._version
+        self.last_grad_norm = self._step.move(
+            {member: (gradients[member], self._options[member]) for member in moving},
+            weight,
+            scale,
+            self.max_grad_norm,
+            self.skip_nonfinite,
+            quiet=self._loss_scale != 1.0,  # with a loss scale, skipping is nothing unusual
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; with `data_parallel` forgets what was accumulated."""

@@ -20,6 +20,7 @@ __all__ = [
     "check_places",
     "global_norm",
     "hyper_parameters",
+    "note_write",
     "usable_gradient",
     "warn_of_nonfinite",
 ]
@@ -118,6 +119,13 @@ def global_norm(mine: Squares, group: Group, members: Iterable[Member]) -> float
     return math.sqrt(everywhere[0].whole + math.fsum(s.split for s in everywhere))
 
 
+def note_write(members: Sequence[Member]) -> None:
+    """The optimizer itself has written these parameters."""
+    torch.autograd.graph.increment_version([member.parameter for member in members])
+    for member in members:
+        member.version = member.parameter._version
+
+
 def warn_of_nonfinite(work: Work, group: Group) -> None:
     """Say whose gradient is not finite, and on which rank. Collective."""
     bad = (m.name for m, (grad, _) in work.items() if not bool(grad.isfinite().all()))
@@ -128,5 +136,5 @@ def warn_of_nonfinite(work: Work, group: Group) -> None:
         f"{', '.join(found) or 'the sum over the ranks is too large'}. Further skipped steps "
         "are counted in .skipped_steps",
         RuntimeWarning,
-        stacklevel=5,
+        stacklevel=6,
     )

@@ -29,6 +29,7 @@ from ..collectives import all_gather_flat, shard_bounds, weighted_reduce_scatter
 from ..data_parallel import DataParallel
 from ..errors import InvalidArgumentError, ParallelKitError
 from ..group import Group
+from ..host_step import HostStep
 from ..optimizer import ShardedAdamW
 from ..sharded_step import NativeStep
 from ..testing import run_ranks
@@ -218,11 +219,12 @@ def _one_pass(
 
 def _counted(optimizer: ShardedAdamW, step: Candidate) -> float:
     """Bytes that all ranks read and write in a step, for each parameter."""
-    native = optimizer._step
-    assert isinstance(native, NativeStep)
-    before = sum(native.native.traffic)
+    taken = optimizer._step
+    assert isinstance(taken, HostStep) and isinstance(taken.passes, NativeStep)
+    native = taken.passes.native
+    before = sum(native.traffic)
     step()
-    moved = optimizer.group._gather_objects(sum(native.native.traffic) - before)
+    moved = optimizer.group._gather_objects(sum(native.traffic) - before)
     return float(sum(moved)) / sum(p.numel() for p in optimizer.parameters())
 
 
