@@ -153,5 +153,5 @@ class DeviceStep:
                 "the step. The GPU decided that, and keeps no gradients to name the parameter; "
                 "skipped steps are counted in .skipped_steps",
                 RuntimeWarning,
-                stacklevel=6,
+                stacklevel=7,
             )

@@ -136,5 +136,5 @@ def warn_of_nonfinite(work: Work, group: Group) -> None:
         f"{', '.join(found) or 'the sum over the ranks is too large'}. Further skipped steps "
         "are counted in .skipped_steps",
         RuntimeWarning,
-        stacklevel=6,
+        stacklevel=7,
     )
