@@ -138,6 +138,16 @@ def test_the_transport_follows_from_what_ranks_share(hosts, algorithm, transport
     assert run_ranks(chosen, len(hosts), hosts, algorithm) == [transport] * len(hosts)
 
 
+def made_and_left(group, hosts, times):
+    for _ in range(times):
+        with on_hosts(group, hosts):
+            pass
+
+
+def test_a_group_may_be_left_as_soon_as_it_is_made():
+    run_ranks(made_and_left, 4, "aabb", 20)
+
+
 def no_room_on_one_host(group):
     if group.rank == 2:
         memory.available_bytes = lambda: 100 << 20
@@ -240,6 +250,15 @@ def on_two_hosts(folder):
         over.barrier()
         found[name] = (link_bytes() - before) / (4 * ELEMENTS)
         found[f"{name} within bound"] = within_bound(value, mean, scale, size)
+        over.barrier()
+        before = link_bytes()
+        shard = pk.weighted_reduce_scatter(
+            inputs(rank, (ELEMENTS,), torch.float32), weights[rank], over
+        )
+        over.barrier()
+        found[f"{name} scatter"] = (link_bytes() - before) / (4 * ELEMENTS)
+        mine = slice(*pk.shard_bounds(ELEMENTS, size, rank))
+        found[f"{name} within bound"] &= within_bound(shard, mean[mine], scale[mine], size)
         found[f"{name} equal"] = len(set(over._gather_objects(digest(value)))) == 1
     flat.close()
     group.barrier()
@@ -318,5 +337,7 @@ def test_two_hosts_joined_by_a_cable_and_parted_again(tmp_path):
             assert found[f"{name} within bound"] and found[f"{name} equal"]
         # Each of 2 lanes sends half the tensor once; a ring over 4 ranks, 6 quarters of it.
         assert found["hierarchical"] < 1.1 < 1.4 < found["flat"], found
+        # Each lane sends a quarter; each rank of all, a quarter to both ranks of the other host.
+        assert found["hierarchical scatter"] < 0.55 < 0.9 < found["flat scatter"] < 1.1, found
         assert found["lost"] // 2 != rank // 2, found["error"]
         assert found["waited"] < TIMEOUT + 1, found

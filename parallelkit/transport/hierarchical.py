@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ..errors import CollectiveTimeoutError, PeerLostError
 from ..ops import wide_dtype
 from . import REDUCTIONS, Call, Reply
-from .process_group import ProcessGroup, reduce_scatter_single
+from .process_group import ProcessGroup
 from .shared_memory import SharedMemory
 
 __all__ = ["Hierarchical"]
@@ -72,6 +72,7 @@ class Hierarchical(ProcessGroup):
         self._across: dist.ProcessGroup | None = None
         if self._index < fewest:
             self._across = self._new_group([ranks[rank] for rank in self._lanes[self._index]])
+        self.barrier()  # Gloo fails where a rank connects to one that has left already
 
     # -- waiting, inside the host and between hosts ------------------------------------------
 
@@ -89,8 +90,12 @@ class Hierarchical(ProcessGroup):
 
     def _between(self, collective: Callable[..., Any], *tensors: Any) -> None:
         """One step between this rank and those of the same lane."""
-        suspects = [rank for rank in self._lanes[self._index] if rank != self._rank]
-        self._run(collective, *tensors, group=self._across, suspects=suspects)
+        self._run(collective, *tensors, **self._lane())
+
+    def _lane(self) -> dict[str, Any]:
+        """For `_run`: this rank and those of the same lane."""
+        others = [rank for rank in self._lanes[self._index] if rank != self._rank]
+        return {"group": self._across, "suspects": others}
 
     def _fail(
         self, kind: str, suspects: Sequence[int] = (), cause: Exception | None = None
@@ -200,9 +205,9 @@ class Hierarchical(ProcessGroup):
                 part = self._part(flat, rank, each, start, width)
                 row[: len(part)].copy_(part)
                 row[len(part) :].zero_()
-            block, total = flat.new_empty((2, packed[0].numel()), dtype=wide)
-            self._scatter_here(packed.view(-1), block, len(block), mine)
-            self._between(reduce_scatter_single, total[:width], block)
+            block = flat.new_empty(len(self._hosts), width, dtype=wide)
+            self._scatter_here(packed.view(-1), block.view(-1), block.numel(), mine)
+            total = self._add_rows(block, **self._lane())
             shard[start : start + width].copy_(total[: len(shard[start : start + width])])
         return reply
 

@@ -24,10 +24,10 @@ from ..ops import wide_dtype
 from . import REDUCTIONS, Call, Reply
 from .watch import Watch
 
-__all__ = ["ProcessGroup", "reduce_scatter_single"]
+__all__ = ["ProcessGroup"]
 
 # The same function under its name of today and that of torch < 2.13.
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Result = TypeVar("Result")
 
@@ -178,6 +178,24 @@ class ProcessGroup:
         self._run(dist.all_gather, rows, row)
         return rows
 
+    def _add_rows(self, rows: torch.Tensor, **part: Any) -> torch.Tensor:
+        """The sum over ranks of that row which has this rank's place among them.
+
+        Args:
+            rows: [ranks, n] of each rank.
+            part: as for `_run`, of the group that has as many ranks.
+        """
+        if rows.device.type == "cpu":  # Gloo's reduce-scatter sends twice as much: an all-reduce
+            heard = torch.empty_like(rows)
+            self._run(dist.all_to_all_single, heard, rows, **part)
+            total = heard[0]
+            for row in heard[1:]:
+                total += row
+        else:
+            total = torch.empty_like(rows[0])
+            self._run(_reduce_scatter_single, total, rows.view(-1), **part)
+        return total
+
     # -- the header ---------------------------------------------------------------------------
 
     def _open(self, operation: str, call: Call) -> tuple[Reply, list[float]]:
@@ -307,9 +325,9 @@ class ProcessGroup:
         if reply.outcome != "done" or each == 0:
             return reply
         padded = self._padded(self._share(flat, coefficients[self._rank]), each * self._size)
-        mine = padded[:each].clone()
-        self._run(reduce_scatter_single, mine, padded)
-        shard.copy_(mine[: len(shard)])
+        if self._group is not None:
+            padded = self._add_rows(padded.view(self._size, -1)).view(each, *flat.shape[1:])
+        shard.copy_(padded[: len(shard)])
         return reply
 
     def all_gather(self, prepared: list[torch.Tensor], shard: torch.Tensor, call: Call) -> Reply:
@@ -322,12 +340,15 @@ class ProcessGroup:
             return reply
         mine = self._padded(shard, each)
         rows = self._gather(mine.view(torch.uint8))  # bytes: Gloo does not know every dtype
-        flat.copy_(torch.cat(rows).view(flat.dtype)[: len(flat)])
+        for part, row in zip(flat.split(each), rows, strict=False):
+            part.copy_(row.view(flat.dtype)[: len(part)])
         return reply
 
     @staticmethod
     def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
         """The same rows and zeros after them: torch.distributed wants equal shards."""
+        if len(tensor) == length:
+            return tensor.contiguous()
         padded = tensor.new_zeros(length, *tensor.shape[1:])
         padded[: len(tensor)] = tensor
         return padded
