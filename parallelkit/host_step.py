@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from .adamw import Setting
+from .distributed_step import DistributedStep
 from .group import Group
 from .optimizer_layout import Buffer, Member
 from .optimizer_step import global_norm, note_write, warn_of_nonfinite
-from .sharded_step import make_step
+from .sharded_step import NativeStep, Step
+from .transport.shared_memory import SharedMemory
 
 __all__ = ["HostStep"]
 
@@ -37,7 +39,12 @@ class HostStep:
             self._counts = torch.stack([member.state["step"] for member in self._members])
             for member, count in zip(self._members, self._counts.unbind(), strict=True):
                 member.state["step"] = count
-        self.passes = make_step(buffers, group, averaged)
+        transport = group._transport
+        self.passes: Step = (
+            NativeStep(buffers, group, transport, averaged)
+            if isinstance(transport, SharedMemory)
+            else DistributedStep(buffers, group, averaged)
+        )
 
     def move(
         self,
