@@ -231,7 +231,7 @@ ELEMENTS = 2_000_000
 
 def on_two_hosts(folder):
     """The body of a rank that torchrun started on one of two hosts."""
-    group = pk.init(timeout=timedelta(seconds=TIMEOUT))
+    group = pk.init(timeout=timedelta(seconds=60))
     rank, size = group.rank, group.size
     device = os.environ["GLOO_SOCKET_IFNAME"]
 
@@ -261,6 +261,7 @@ def on_two_hosts(folder):
         found[f"{name} within bound"] &= within_bound(shard, mean[mine], scale[mine], size)
         found[f"{name} equal"] = len(set(over._gather_objects(digest(value)))) == 1
     flat.close()
+    group = pk.Group(timeout=timedelta(seconds=TIMEOUT))
     group.barrier()
     if rank == size - 1:
         subprocess.run(["ip", "link", "set", device, "down"], check=True)
