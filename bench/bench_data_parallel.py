@@ -13,17 +13,24 @@ number of micro-batches. The candidates take turns, a step each:
     buckets            the collectives of all buckets by themselves
 
 "beyond" is the time beyond the faster local step, "DDP" how many times smaller it is than DDP's.
-The share of communication that is hidden is (no overlap - overlap) / buckets. Gradients are
+The share of communication that is hidden is (no overlap - overlap) / buckets. Two ranks that share
+memory leave no core free to hide it on; waiting for a link between hosts does. Gradients are
 compared with DDP's before anything is timed. Memory is measured in processes of their own: the
 largest proportional set size of a rank beyond that before the model was built, in multiples of the
 parameters' bytes. Times are medians, the slowest rank's counting. The last line is one JSON object.
 
     python bench/bench_data_parallel.py             a few minutes, on a quiet machine
     python bench/bench_data_parallel.py --check     the checks alone, tiny
+    python bench/bench_data_parallel.py --rows 256 --link 4gbit
+                                                    torch.distributed between the ranks, over a
+                                                    loopback that carries so much (root only)
 """
 
 import argparse
+import ctypes
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -157,7 +164,9 @@ def times(group: pk.Group, arguments: argparse.Namespace) -> tuple[float, dict[s
 def memory(group: pk.Group, arguments: argparse.Namespace, name: str) -> float:
     """The largest memory over three steps, beyond the start, in multiples of the parameters."""
     steps = Steps(group, arguments)
-    build(arguments.width, 1)(steps.inputs[0]).sum().backward()  # what torch loads at first use
+    small = build(arguments.width, 1)  # makes torch load what it loads at first use
+    small(steps.inputs[0]).sum().backward()
+    fused(small).step()
     start, peak, done = proportional_bytes(), 0, threading.Event()
 
     def watch() -> None:
@@ -177,6 +186,20 @@ def memory(group: pk.Group, arguments: argparse.Namespace, name: str) -> float:
     return (peak - start) / sum(p.nbytes for p in model.parameters())
 
 
+def join_by_link(rate: str) -> None:
+    """Leave this process and its children a network of their own, and its loopback such a rate."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x40000000):  # CLONE_NEWNET; os.unshare is of Python 3.12
+        raise OSError(ctypes.get_errno(), "--link needs a network namespace, that is, root")
+    limit = ("tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", rate)
+    for command in (
+        ("ip", "link", "set", "lo", "up"),
+        (*limit, "burst", "4mb", "latency", "100ms"),
+    ):
+        subprocess.run(command, check=True)
+    os.environ["PARALLELKIT_ALGORITHM"] = "reference"
+
+
 def main() -> int:
     """Check, measure, print; 1 where gradients are wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -186,8 +209,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=25)
     parser.add_argument("--rows", type=int, default=32, help="of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--link", metavar="RATE", help="between the ranks, such as 4gbit")
     parser.add_argument("--check", action="store_true", help="the checks alone, tiny")
     arguments = parser.parse_args()
+    if arguments.link:
+        join_by_link(arguments.link)
     if arguments.check:
         arguments.width, arguments.layers = 33, 3
     error, seconds = pk.testing.run_ranks(times, arguments.nproc, arguments, timeout=3600.0)[0]
@@ -200,6 +226,7 @@ def main() -> int:
     parameters = arguments.layers * (arguments.width + 1) * arguments.width
     facts = environment() | {"ranks": arguments.nproc, "parameters": parameters}
     facts |= {"rows": arguments.rows, "micro_batches": arguments.micro_batches}
+    facts["link"] = arguments.link or "shared memory"
     for name, value in facts.items():
         print(f"# {name}: {value}")
     local = min(seconds["local"], seconds["local, zeros"])
