@@ -134,6 +134,8 @@ enum class Outcome : int {
   timeout,      // a peer did not come in time
   interrupted,  // the user pressed Ctrl-C here
 };
+inline constexpr const char* kOutcomeNames[] = {
+    "done", "mismatch", "bad_weight", "fault", "layouts", "peer_lost", "timeout", "interrupted"};
 
 // All ranks conclude it alike, nothing was changed and the group stays usable.
 PK_HD inline bool is_refusal(Outcome outcome) {

@@ -6,19 +6,16 @@ call. `parallelkit.ops` is its only importer; the module loads without a driver.
 
 Conventions. An *address* is an int, 0 where there is none; device memory unless said otherwise. A
 *stream* is a cudaStream_t as an int. Dtypes are the codes of csrc/dtypes.h: 0 float32, 1 float64,
-2 bfloat16, 3 float16. Reductions are 0 "mean", 1 "sum", 2 "total". What a rank says of a call,
-equal in meaning to the CPU's:
-
-    signature, layout   hashes of shapes and dtypes, and of the order of elements; a difference
-                        between ranks refuses the call on every rank, and nothing is changed
-    weight, scale       as numbers; `weight_at`, `scale_at` name a float64 on the device instead,
-                        where not 0 (scale is then their product: scale times what lies there)
-    fault               this rank's caller must be refused; so are all
+2 bfloat16, 3 float16. What a rank says of a call is a `Call` of parallelkit.transport, equal in
+meaning to the CPU's; a weight that lies on the device goes by `weight_at`, the address of a float64
+that counts in place of the one in the call.
 
 Errors of CUDA raise RuntimeError with its own text; bad arguments ValueError.
 """
 
 from collections.abc import Sequence
+
+from .transport import Call
 
 interface: int
 """Version of these calls; parallelkit.ops wants the same number."""
@@ -247,16 +244,10 @@ class Communicator:
     def all_reduce(
         self,
         tensors: TensorList,
-        signature: int,
-        layout: int,
-        weight: float,
-        scale: float,
-        reduction: int,
-        fault: bool,
+        call: Call,
         stream: int,
         *,
         weight_at: int = 0,
-        scale_at: int = 0,
         total_at: int = 0,
     ) -> None:
         """In place; the total weight goes to the float64 at `total_at`, where not 0."""
@@ -265,16 +256,10 @@ class Communicator:
         tensors: TensorList,
         shard: int,
         unit_bytes: int,
-        signature: int,
-        layout: int,
-        weight: float,
-        scale: float,
-        reduction: int,
-        fault: bool,
+        call: Call,
         stream: int,
         *,
         weight_at: int = 0,
-        scale_at: int = 0,
         total_at: int = 0,
     ) -> None:
         """This rank's part of the one tensor to `shard`, cut on whole units as shard_bounds does.
@@ -286,29 +271,17 @@ class Communicator:
         tensors: TensorList,
         shard: int,
         unit_bytes: int,
-        signature: int,
-        layout: int,
-        weight: float,
-        scale: float,
-        reduction: int,
-        fault: bool,
+        call: Call,
         stream: int,
     ) -> None:
         """Every rank's `shard` into the one tensor, cut as in `reduce_scatter`."""
     def gradient_norm(
         self,
         step: ShardedStep,
-        signature: int,
-        layout: int,
-        weight: float,
-        scale: float,
-        reduction: int,
-        fault: bool,
+        call: Call,
         stream: int,
         *,
         squares_at: int,
-        weight_at: int = 0,
-        scale_at: int = 0,
     ) -> None:
         """Sums of squares of the whole mean gradient, of all ranks' shards, to every rank.
 
@@ -318,16 +291,9 @@ class Communicator:
     def sharded_step(
         self,
         step: ShardedStep,
-        signature: int,
-        layout: int,
-        weight: float,
-        scale: float,
-        reduction: int,
-        fault: bool,
+        call: Call,
         stream: int,
         *,
-        weight_at: int = 0,
-        scale_at: int = 0,
         squares_at: int = 0,
         max_norm: float = 0.0,
         skip_nonfinite: bool = False,

@@ -22,7 +22,7 @@ import parallelkit as pk
 from parallelkit.adamw import Setting, update_
 from parallelkit.ops import DTYPE_CODES, cpu
 from parallelkit.testing import _Shared, virtual_ranks
-from parallelkit.transport import cuda_peer
+from parallelkit.transport import Call, cuda_peer
 from parallelkit.transport.cuda_peer import CudaPeer
 from parallelkit.transport.peer_memory import Slab
 
@@ -84,7 +84,7 @@ class Runtime:
         calls: what was called on communicators, by rank.
     """
 
-    interface = 1
+    interface = 2
     outcomes = OUTCOMES
     algorithms = ("auto", "one-shot", "direct", "ring")
     max_ranks, max_virtual_ranks = 64, 16
@@ -264,9 +264,9 @@ class FakeCommunicator:
         meeting.barrier.wait()
         return heard
 
-    def _open(self, name: str, values: Any, call: Sequence[Any], weight_at: int) -> Any:
+    def _open(self, name: str, values: Any, call: Call, stream: int, weight_at: int = 0) -> Any:
         """(everybody's values, coefficients, total), or None where kernels refuse."""
-        signature, layout, weight, scale, reduction, fault, stream = call
+        _, _, weight, scale, reduction, fault = call
         assert stream == STREAM and not fault
         self.runtime.calls[self.rank].append(name)
         if weight_at:
@@ -295,9 +295,11 @@ class FakeCommunicator:
         self._meet(None)  # everybody has read
         return sums
 
-    def all_reduce(self, tensors: FakeList, *call: Any, weight_at: int = 0, total_at: int) -> None:
+    def all_reduce(
+        self, tensors: FakeList, call: Call, stream: int, *, weight_at: int = 0, total_at: int
+    ) -> None:
         assert tensors.uploads or not tensors.table_bytes
-        opened = self._open("all_reduce", tensors.tensors, call, weight_at)
+        opened = self._open("all_reduce", tensors.tensors, call, stream, weight_at)
         if opened is None:
             return
         for tensor, total in zip(tensors.tensors, self._sums(opened), strict=True):
@@ -309,11 +311,13 @@ class FakeCommunicator:
         tensors: FakeList,
         shard: int,
         unit: int,
-        *call: Any,
+        call: Call,
+        stream: int,
+        *,
         weight_at: int = 0,
         total_at: int,
     ) -> None:
-        opened = self._open("reduce_scatter", tensors.tensors, call, weight_at)
+        opened = self._open("reduce_scatter", tensors.tensors, call, stream, weight_at)
         if opened is None:
             return
         (flat,) = tensors.tensors
@@ -323,12 +327,12 @@ class FakeCommunicator:
         at(shard, len(mine) * flat.itemsize, flat.dtype).copy_(mine)
         at(total_at, 8, torch.float64).fill_(opened[2])
 
-    def all_gather(self, tensors: FakeList, shard: int, unit: int, *call: Any) -> None:
+    def all_gather(self, tensors: FakeList, shard: int, unit: int, call: Call, stream: int) -> None:
         (flat,) = tensors.tensors
         each = unit // flat.itemsize
         start, stop = pk.shard_bounds(len(flat) // each, self.size, self.rank)
         mine = at(shard, (stop - start) * unit, flat.dtype).clone()
-        everybody, _, _ = self._open("all_gather", mine, call, 0)
+        everybody, _, _ = self._open("all_gather", mine, call, stream)
         flat.copy_(torch.cat(everybody))
         self._meet(None)
 
@@ -357,10 +361,8 @@ class FakeCommunicator:
                 total += factor * at(start, count * dtype.itemsize, dtype).double()
         return total
 
-    def gradient_norm(
-        self, step: FakeStep, *call: Any, squares_at: int, weight_at: int = 0
-    ) -> None:
-        opened = self._open("gradient_norm", None, call, weight_at)
+    def gradient_norm(self, step: FakeStep, call: Call, stream: int, *, squares_at: int) -> None:
+        opened = self._open("gradient_norm", None, call, stream)
         sums = [0.0, 0.0]
         for piece in step.pieces:
             if step.rows[piece[0]][0]:
@@ -372,14 +374,16 @@ class FakeCommunicator:
     def sharded_step(
         self,
         step: FakeStep,
-        *call: Any,
+        call: Call,
+        stream: int,
+        *,
         squares_at: int = 0,
         max_norm: float,
         skip_nonfinite: bool,
         report_at: int,
     ) -> None:
         assert step.uploads == step.sets
-        opened = self._open("sharded_step", None, call, 0)
+        opened = self._open("sharded_step", None, call, stream)
         norm = float(at(squares_at, 16, torch.float64).sum().sqrt()) if squares_at else math.nan
         skip = skip_nonfinite and not math.isfinite(norm)
         at(report_at, 24, torch.float64).copy_(torch.tensor([norm, float(skip), opened[2]]))

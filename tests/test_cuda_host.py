@@ -25,6 +25,7 @@ from test_cuda_gpu import trained
 import parallelkit as pk
 from parallelkit.ops import DTYPE_CODES
 from parallelkit.testing import virtual_ranks
+from parallelkit.transport import Call
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("communicator", "sharded_step", "work", "virtual_ranks", "bindings")
@@ -129,9 +130,9 @@ def run(
     return outcomes
 
 
-def said(weight: float = 1.0, signature: int = 0) -> tuple[int, int, float, float, int, bool, int]:
+def said(weight: float = 1.0, signature: int = 0) -> tuple[Call, int]:
     """What a rank says of a call with reduction "mean", and stream 0."""
-    return (signature, 0, weight, 1.0, 0, False, 0)
+    return Call(signature, 0, weight, 1.0, 0, False), 0
 
 
 # ---- collectives

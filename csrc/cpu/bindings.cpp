@@ -1,8 +1,7 @@
 // parallelkit._cpu: the native collectives on raw pointers. parallelkit/ops.py is its only user.
 #include <pybind11/functional.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
+#include "../from_python.h"
 #include "sharded_step.h"
 #include "worker.h"
 
@@ -25,8 +24,6 @@ struct Slab {
   std::shared_ptr<Segment> segment;
   int rank;
 };
-
-std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 using Reply = std::tuple<int, int, double>;  // what Python gets of a Result
 
@@ -85,31 +82,13 @@ class Rank {
   }
 };
 
-Header header_of(std::uint64_t signature, std::uint64_t layout, double weight, double scale,
-                 int reduction, bool fault) {
-  Header header;
-  header.signature = signature;
-  header.layout = layout;
-  header.weight = weight;
-  header.scale = scale;
-  header.reduction = Reduction(reduction);
-  header.fault = fault;
-  return header;
-}
-
 }  // namespace
 }  // namespace pk
 
 PYBIND11_MODULE(_cpu, module) {
   using namespace pk;
 
-  // The outcome in a reply is an index into these.
-  py::list outcomes;
-  for (const char* name : {"done", "mismatch", "bad_weight", "fault", "layouts", "peer_lost",
-                           "timeout", "interrupted"}) {
-    outcomes.append(py::str(name));  // in the order of enum Outcome
-  }
-  module.attr("outcomes") = py::tuple(outcomes);
+  module.attr("outcomes") = outcome_names();
 
   py::class_<Segment, std::shared_ptr<Segment>>(module, "Segment")
       .def_static(
@@ -157,18 +136,14 @@ PYBIND11_MODULE(_cpu, module) {
              return list;
            })
       .def("all_reduce",
-           [](Rank& self, const TensorList& list, std::uint64_t signature, std::uint64_t layout,
-              double weight, double scale, int reduction, bool fault, int threads) {
-             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
+           [](Rank& self, const TensorList& list, const Header& header, int threads) {
              return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
                return comm.all_reduce(list, header, threads, stop);
              });
            })
       .def("start_all_reduce",
-           [](Rank& self, std::shared_ptr<TensorList> list, std::uint64_t signature,
-              std::uint64_t layout, double weight, double scale, int reduction, bool fault,
-              int threads, std::string told) {
-             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
+           [](Rank& self, std::shared_ptr<TensorList> list, const Header& header, int threads,
+              std::string told) {
              return self.later(std::move(told), [=](Communicator& comm, const auto& stop) {
                return comm.all_reduce(*list, header, threads, stop);
              });
@@ -176,9 +151,7 @@ PYBIND11_MODULE(_cpu, module) {
       .def("wait", &Rank::wait)
       .def("reduce_scatter",
            [](Rank& self, const TensorList& list, std::uintptr_t shard, std::uint64_t element_bytes,
-              std::uint64_t signature, std::uint64_t layout, double weight, double scale,
-              int reduction, bool fault, int threads) {
-             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
+              const Header& header, int threads) {
              return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
                return comm.reduce_scatter(list, pointer(shard), element_bytes, header, threads,
                                           stop);
@@ -186,10 +159,7 @@ PYBIND11_MODULE(_cpu, module) {
            })
       .def("start_reduce_scatter",
            [](Rank& self, std::shared_ptr<TensorList> list, std::uintptr_t shard,
-              std::uint64_t element_bytes, std::uint64_t signature, std::uint64_t layout,
-              double weight, double scale, int reduction, bool fault, int threads,
-              std::string told) {
-             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
+              std::uint64_t element_bytes, const Header& header, int threads, std::string told) {
              return self.later(std::move(told), [=](Communicator& comm, const auto& stop) {
                return comm.reduce_scatter(*list, pointer(shard), element_bytes, header, threads,
                                           stop);
@@ -197,25 +167,19 @@ PYBIND11_MODULE(_cpu, module) {
            })
       .def("all_gather",
            [](Rank& self, const TensorList& list, std::uintptr_t shard, std::uint64_t element_bytes,
-              std::uint64_t signature, std::uint64_t layout, double weight, double scale,
-              int reduction, bool fault, int threads) {
-             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
+              const Header& header, int threads) {
              return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
                return comm.all_gather(list, pointer(shard), element_bytes, header, threads, stop);
              });
            })
       .def("measure_gradient",
-           [](Rank& self, ShardedStep& step, std::uint64_t signature, std::uint64_t layout,
-              double weight, double scale, int reduction, bool fault, int threads) {
-             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
+           [](Rank& self, ShardedStep& step, const Header& header, int threads) {
              return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
                return step.measure(comm, header, threads, stop);
              });
            })
       .def("sharded_step",
-           [](Rank& self, ShardedStep& step, std::uint64_t signature, std::uint64_t layout,
-              double weight, double scale, int reduction, bool fault, int threads) {
-             const Header header = header_of(signature, layout, weight, scale, reduction, fault);
+           [](Rank& self, ShardedStep& step, const Header& header, int threads) {
              return self.now([&](Communicator& comm, const Communicator::Interrupted& stop) {
                return step.run(comm, header, threads, stop);
              });
@@ -244,5 +208,5 @@ PYBIND11_MODULE(_cpu, module) {
 
   module.def("kernels", [] { return std::string(kernels().name); });
   module.attr("max_ranks") = kMaxRanks;
-  module.attr("interface") = 1;  // parallelkit/ops.py wants the same number
+  module.attr("interface") = 2;  // parallelkit/ops.py wants the same number
 }

@@ -1,25 +1,12 @@
 // ShardedStep for Python; Communicator's own methods that run one stand in bindings.cpp.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <stdexcept>
 
+#include "../from_python.h"
 #include "sharded_step.h"
 
 namespace py = pybind11;
 
 namespace pk {
-namespace {
-
-template <class T = void>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-// Addresses of (exp_avg, exp_avg_sq, max_exp_avg_sq) and of their scales; 0 where there is none.
-using Moments3 = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
-
-}  // namespace
 
 void bind_adam(py::module_& module) {
   py::class_<ShardedStep, std::shared_ptr<ShardedStep>>(module, "ShardedStep")
@@ -37,17 +24,10 @@ void bind_adam(py::module_& module) {
            })
       .def("add_piece",
            [](ShardedStep& self, std::uint32_t parameter, std::uint32_t number, std::uint64_t first,
-              std::uint64_t count, std::uintptr_t master, int kind, const Moments3& moments,
-              const Moments3& scales) {
-             const auto [m, v, x] = moments;
-             const auto [ms, vs, xs] = scales;
-             self.pieces.push_back({parameter,
-                                    number,
-                                    first,
-                                    count,
-                                    pointer<float>(master),
-                                    {Moments(kind), pointer(m), pointer(v), pointer(x),
-                                     pointer<float>(ms), pointer<float>(vs), pointer<float>(xs)}});
+              std::uint64_t count, std::uintptr_t master, int kind, const Addresses3& moments,
+              const Addresses3& scales) {
+             self.pieces.push_back({parameter, number, first, count, pointer<float>(master),
+                                    moments_of(kind, moments, scales)});
            })
       // For every parameter (address, address of the gradient or 0, its dtype, index of a setting),
       // and the settings (beta1, beta2, decay, step size, 1/sqrt(bias2), eps, step count,
@@ -64,8 +44,8 @@ void bind_adam(py::module_& module) {
              for (std::size_t i = 0; i < parameters.size(); ++i) {
                const auto& [param, grad, dtype, setting] = parameters[i];
                StepParameter& p = self.parameters[i];
-               p.param = pointer<std::byte>(param);
-               p.grad = pointer<std::byte>(grad);
+               p.param = pointer(param);
+               p.grad = pointer(grad);
                p.grad_dtype = Dtype(dtype);
                p.setting = setting;
              }

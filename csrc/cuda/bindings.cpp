@@ -1,10 +1,8 @@
 // parallelkit._cuda: see parallelkit/_cuda.pyi, which says what everything here means.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
 #include <algorithm>
 #include <sstream>
 
+#include "../from_python.h"
 #include "memory.h"
 #include "sharded_step.h"
 
@@ -15,11 +13,6 @@ namespace {
 
 // Its classes are others than those of the same names in parallelkit._cpu.
 const py::module_local kLocal;
-
-template <class T = std::byte>
-T* pointer(std::uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 cudaStream_t stream_of(std::uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
@@ -81,21 +74,8 @@ int max_blocks(int device) {
                    blocks_per_multiprocessor<NormCall>()});
 }
 
-// What every call says, in the order of the arguments.
-Entry entry_of(std::uint64_t signature, std::uint64_t layout, double weight, double scale,
-               int reduction, bool fault, std::uintptr_t weight_at = 0, std::uintptr_t scale_at = 0,
-               std::uintptr_t total_at = 0) {
-  Entry entry;
-  entry.header.signature = signature;
-  entry.header.layout = layout;
-  entry.header.weight = weight;
-  entry.header.scale = scale;
-  entry.header.reduction = Reduction(reduction);
-  entry.header.fault = fault;
-  entry.weight_at = pointer<double>(weight_at);
-  entry.scale_at = pointer<double>(scale_at);
-  entry.total_at = pointer<double>(total_at);
-  return entry;
+Entry entry_of(const Header& header, std::uintptr_t weight_at = 0, std::uintptr_t total_at = 0) {
+  return {header, pointer<double>(weight_at), pointer<double>(total_at)};
 }
 
 // setup.py says them as one word, 80_90_100.
@@ -108,7 +88,6 @@ py::tuple architectures() {
   return py::tuple(found);
 }
 
-using Moments3 = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t>;
 using Rows =
     std::vector<std::tuple<std::uintptr_t, std::uintptr_t, int, std::uint32_t, std::uintptr_t>>;
 using Settings = std::vector<std::tuple<double, double, double, double, double, bool>>;
@@ -152,14 +131,10 @@ void bind_step(py::module_& module) {
            })
       .def("add_piece",
            [](ShardedStep& self, std::uint32_t parameter, std::uint32_t number, std::uint64_t first,
-              std::uint64_t count, std::uintptr_t master, int kind, const Moments3& moments,
-              const Moments3& scales) {
-             const auto [m, v, x] = moments;
-             const auto [ms, vs, xs] = scales;
-             const MomentStorage storage{Moments(kind),     pointer(m),         pointer(v),
-                                         pointer(x),        pointer<float>(ms), pointer<float>(vs),
-                                         pointer<float>(xs)};
-             self.add_piece({parameter, number, first, count, 0, pointer<float>(master), storage});
+              std::uint64_t count, std::uintptr_t master, int kind, const Addresses3& moments,
+              const Addresses3& scales) {
+             self.add_piece({parameter, number, first, count, 0, pointer<float>(master),
+                             moments_of(kind, moments, scales)});
            })
       .def("set", &set_step)
       .def_property_readonly("table_bytes", &ShardedStep::table_bytes)
@@ -188,81 +163,55 @@ void bind_communicator(py::module_& module) {
       .def("tensors", &Communicator::tensors)
       .def(
           "all_reduce",
-          [](Communicator& self, const TensorList& list, std::uint64_t signature,
-             std::uint64_t layout, double weight, double scale, int reduction, bool fault,
-             std::uintptr_t stream, std::uintptr_t weight_at, std::uintptr_t scale_at,
-             std::uintptr_t total_at) {
-            self.all_reduce(list,
-                            entry_of(signature, layout, weight, scale, reduction, fault, weight_at,
-                                     scale_at, total_at),
-                            stream_of(stream));
+          [](Communicator& self, const TensorList& list, const Header& header,
+             std::uintptr_t stream, std::uintptr_t weight_at, std::uintptr_t total_at) {
+            self.all_reduce(list, entry_of(header, weight_at, total_at), stream_of(stream));
           },
-          py::arg("tensors"), py::arg("signature"), py::arg("layout"), py::arg("weight"),
-          py::arg("scale"), py::arg("reduction"), py::arg("fault"), py::arg("stream"),
-          py::kw_only(), py::arg("weight_at") = 0, py::arg("scale_at") = 0, py::arg("total_at") = 0,
-          no_gil)
+          py::arg("tensors"), py::arg("call"), py::arg("stream"), py::kw_only(),
+          py::arg("weight_at") = 0, py::arg("total_at") = 0, no_gil)
       .def(
           "reduce_scatter",
           [](Communicator& self, const TensorList& list, std::uintptr_t shard,
-             std::uint64_t unit_bytes, std::uint64_t signature, std::uint64_t layout, double weight,
-             double scale, int reduction, bool fault, std::uintptr_t stream,
-             std::uintptr_t weight_at, std::uintptr_t scale_at, std::uintptr_t total_at) {
+             std::uint64_t unit_bytes, const Header& header, std::uintptr_t stream,
+             std::uintptr_t weight_at, std::uintptr_t total_at) {
             self.reduce_scatter(list, pointer(shard), unit_bytes,
-                                entry_of(signature, layout, weight, scale, reduction, fault,
-                                         weight_at, scale_at, total_at),
-                                stream_of(stream));
+                                entry_of(header, weight_at, total_at), stream_of(stream));
           },
-          py::arg("tensors"), py::arg("shard"), py::arg("unit_bytes"), py::arg("signature"),
-          py::arg("layout"), py::arg("weight"), py::arg("scale"), py::arg("reduction"),
-          py::arg("fault"), py::arg("stream"), py::kw_only(), py::arg("weight_at") = 0,
-          py::arg("scale_at") = 0, py::arg("total_at") = 0, no_gil)
+          py::arg("tensors"), py::arg("shard"), py::arg("unit_bytes"), py::arg("call"),
+          py::arg("stream"), py::kw_only(), py::arg("weight_at") = 0, py::arg("total_at") = 0,
+          no_gil)
       .def(
           "all_gather",
           [](Communicator& self, const TensorList& list, std::uintptr_t shard,
-             std::uint64_t unit_bytes, std::uint64_t signature, std::uint64_t layout, double weight,
-             double scale, int reduction, bool fault, std::uintptr_t stream) {
-            self.all_gather(list, pointer(shard), unit_bytes,
-                            entry_of(signature, layout, weight, scale, reduction, fault),
-                            stream_of(stream));
+             std::uint64_t unit_bytes, const Header& header, std::uintptr_t stream) {
+            self.all_gather(list, pointer(shard), unit_bytes, entry_of(header), stream_of(stream));
           },
-          py::arg("tensors"), py::arg("shard"), py::arg("unit_bytes"), py::arg("signature"),
-          py::arg("layout"), py::arg("weight"), py::arg("scale"), py::arg("reduction"),
-          py::arg("fault"), py::arg("stream"), no_gil)
+          py::arg("tensors"), py::arg("shard"), py::arg("unit_bytes"), py::arg("call"),
+          py::arg("stream"), no_gil)
       .def(
           "gradient_norm",
-          [](Communicator& self, const ShardedStep& step, std::uint64_t signature,
-             std::uint64_t layout, double weight, double scale, int reduction, bool fault,
-             std::uintptr_t stream, std::uintptr_t squares_at, std::uintptr_t weight_at,
-             std::uintptr_t scale_at) {
-            self.gradient_norm(
-                step,
-                entry_of(signature, layout, weight, scale, reduction, fault, weight_at, scale_at),
-                pointer<double>(squares_at), stream_of(stream));
+          [](Communicator& self, const ShardedStep& step, const Header& header,
+             std::uintptr_t stream, std::uintptr_t squares_at) {
+            self.gradient_norm(step, entry_of(header), pointer<double>(squares_at),
+                               stream_of(stream));
           },
-          py::arg("step"), py::arg("signature"), py::arg("layout"), py::arg("weight"),
-          py::arg("scale"), py::arg("reduction"), py::arg("fault"), py::arg("stream"),
-          py::kw_only(), py::arg("squares_at"), py::arg("weight_at") = 0, py::arg("scale_at") = 0,
+          py::arg("step"), py::arg("call"), py::arg("stream"), py::kw_only(), py::arg("squares_at"),
           no_gil)
       .def(
           "sharded_step",
-          [](Communicator& self, const ShardedStep& step, std::uint64_t signature,
-             std::uint64_t layout, double weight, double scale, int reduction, bool fault,
-             std::uintptr_t stream, std::uintptr_t weight_at, std::uintptr_t scale_at,
-             std::uintptr_t squares_at, double max_norm, bool skip_nonfinite,
+          [](Communicator& self, const ShardedStep& step, const Header& header,
+             std::uintptr_t stream, std::uintptr_t squares_at, double max_norm, bool skip_nonfinite,
              std::uintptr_t report_at) {
             if (!squares_at && (max_norm > 0.0 || skip_nonfinite)) {
               throw std::invalid_argument(
                   "Communicator.sharded_step: max_norm and skip_nonfinite want squares_at");
             }
             self.sharded_step(
-                step,
-                entry_of(signature, layout, weight, scale, reduction, fault, weight_at, scale_at),
+                step, entry_of(header),
                 {pointer<double>(squares_at), max_norm, skip_nonfinite, pointer<double>(report_at)},
                 stream_of(stream));
           },
-          py::arg("step"), py::arg("signature"), py::arg("layout"), py::arg("weight"),
-          py::arg("scale"), py::arg("reduction"), py::arg("fault"), py::arg("stream"),
-          py::kw_only(), py::arg("weight_at") = 0, py::arg("scale_at") = 0,
+          py::arg("step"), py::arg("call"), py::arg("stream"), py::kw_only(),
           py::arg("squares_at") = 0, py::arg("max_norm") = 0.0, py::arg("skip_nonfinite") = false,
           py::arg("report_at") = 0, no_gil)
       .def(
@@ -285,9 +234,8 @@ void bind_communicator(py::module_& module) {
 PYBIND11_MODULE(_cuda, module) {
   using namespace pk;
 
-  module.attr("interface") = 1;  // parallelkit/ops.py wants the same number
-  module.attr("outcomes") = py::make_tuple("done", "mismatch", "bad_weight", "fault", "layouts",
-                                           "peer_lost", "timeout", "interrupted");
+  module.attr("interface") = 2;  // parallelkit/ops.py wants the same number
+  module.attr("outcomes") = outcome_names();
   module.attr("algorithms") = py::make_tuple("auto", "one-shot", "direct", "ring");
   module.attr("max_ranks") = kMaxRanks;
   module.attr("max_virtual_ranks") = kMaxVirtualRanks;

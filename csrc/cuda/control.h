@@ -85,7 +85,6 @@ struct Endpoint {
 struct Entry {
   Header header;
   const double* weight_at = nullptr;  // in place of header.weight
-  const double* scale_at = nullptr;   // a factor of header.scale
   double* total_at = nullptr;         // gets the total weight
 };
 

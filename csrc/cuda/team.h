@@ -162,7 +162,6 @@ class Team {
   PK_HD Header complete(const Entry& entry) const {
     Header header = entry.header;
     if (entry.weight_at) header.weight = *entry.weight_at;
-    if (entry.scale_at) header.scale *= *entry.scale_at;
     return header;
   }
 

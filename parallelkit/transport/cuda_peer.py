@@ -298,7 +298,7 @@ class CudaPeer:
         collective(
             prepared.native,
             *where,
-            *call._replace(weight=weight),
+            call._replace(weight=weight),
             stream.cuda_stream,
             weight_at=0 if there is None else there.data_ptr(),
             total_at=total.data_ptr(),
@@ -362,7 +362,7 @@ class CudaPeer:
             stream = torch.cuda.current_stream(self._device)
             prepared.upload(stream)
             where = shard.data_ptr(), shard.element_size() * math.prod(shard.shape[1:])
-            self._comm.all_gather(prepared.native, *where, *call, stream.cuda_stream)
+            self._comm.all_gather(prepared.native, *where, call, stream.cuda_stream)
             prepared.record(stream)
         return reply
 
@@ -381,7 +381,7 @@ class CudaPeer:
         reply = self.agree("gradient_norm", call)
         if reply.outcome == "done":
             stream = torch.cuda.current_stream(self._device)
-            self._comm.gradient_norm(step, *call, stream.cuda_stream, squares_at=squares.data_ptr())
+            self._comm.gradient_norm(step, call, stream.cuda_stream, squares_at=squares.data_ptr())
         return reply
 
     def sharded_step(
@@ -399,7 +399,7 @@ class CudaPeer:
             stream = torch.cuda.current_stream(self._device)
             self._comm.sharded_step(
                 step,
-                *call,
+                call,
                 stream.cuda_stream,
                 squares_at=0 if squares is None else squares.data_ptr(),
                 max_norm=max_norm,

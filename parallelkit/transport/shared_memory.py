@@ -166,10 +166,10 @@ class SharedMemory:
         )
 
     def all_reduce(self, prepared: Any, call: Call) -> Reply:
-        return self._reply(self._native().all_reduce(prepared, *call, torch.get_num_threads()))
+        return self._reply(self._native().all_reduce(prepared, call, torch.get_num_threads()))
 
     def start_all_reduce(self, prepared: Any, call: Call, told: bytes) -> _Background:
-        task = self._native().start_all_reduce(prepared, *call, torch.get_num_threads(), told)
+        task = self._native().start_all_reduce(prepared, call, torch.get_num_threads(), told)
         return _Background(self, task)
 
     def start_reduce_scatter(
@@ -177,7 +177,7 @@ class SharedMemory:
     ) -> _Background:
         place = shard.data_ptr(), _row_bytes(shard)
         start = self._native().start_reduce_scatter
-        return _Background(self, start(prepared, *place, *call, torch.get_num_threads(), told))
+        return _Background(self, start(prepared, *place, call, torch.get_num_threads(), told))
 
     def reduce_scatter(
         self, prepared: Any, shard: torch.Tensor, call: Call, unit_bytes: int = 0
@@ -196,16 +196,16 @@ class SharedMemory:
     ) -> Reply:
         unit = unit_bytes or _row_bytes(shard)
         return self._reply(
-            collective(prepared, shard.data_ptr(), unit, *call, torch.get_num_threads())
+            collective(prepared, shard.data_ptr(), unit, call, torch.get_num_threads())
         )
 
     def measure_gradient(self, step: Any, call: Call) -> Reply:
         """`step.squares` becomes the sum over what this rank owns (parallelkit.sharded_step)."""
-        return self._reply(self._native().measure_gradient(step, *call, torch.get_num_threads()))
+        return self._reply(self._native().measure_gradient(step, call, torch.get_num_threads()))
 
     def sharded_step(self, step: Any, call: Call) -> Reply:
         """Update what this rank owns, on every rank."""
-        return self._reply(self._native().sharded_step(step, *call, torch.get_num_threads()))
+        return self._reply(self._native().sharded_step(step, call, torch.get_num_threads()))
 
     def exchange(self, message: bytes, subject: int = 0) -> tuple[Reply, list[bytes]]:
         result, messages = self._native().exchange(message, subject)
