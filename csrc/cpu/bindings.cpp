@@ -38,8 +38,7 @@ class Rank {
  public:
   Rank(std::shared_ptr<Segment> control, int rank, int size, const std::vector<int>& pids,
        int cores, std::uint64_t slot_bytes, double timeout_seconds, bool ring)
-      : comm(std::move(control), rank, size, pids, cores, slot_bytes, timeout_seconds,
-             ring ? Order::ring : Order::direct) {}
+      : comm(std::move(control), rank, size, pids, cores, slot_bytes, timeout_seconds, ring) {}
 
   template <class Work>
   Reply now(Work work) {

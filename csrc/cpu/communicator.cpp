@@ -33,12 +33,12 @@ void copy_bytes(std::byte* to, const std::byte* from, std::uint64_t bytes) {
 }  // namespace
 
 // The two ways of a reduction for one thread of one rank.
-class Communicator::Reduction {
+class Communicator::Reducing {
  public:
   // `scatter`: only this rank's part is made, and goes to `shard` (null where it is empty). Else
   // the result replaces the tensors on every rank.
-  Reduction(Communicator& comm, Team& team, const Verdict& verdict, const TensorList& list,
-            bool scatter, std::byte* shard, const Cut& cut)
+  Reducing(Communicator& comm, Team& team, const Verdict& verdict, const TensorList& list,
+           bool scatter, std::byte* shard, const Cut& cut)
       : comm_(comm),
         team_(team),
         verdict_(verdict),
@@ -149,10 +149,10 @@ class Communicator::Reduction {
 
 Communicator::Communicator(std::shared_ptr<Segment> control, int rank, int size,
                            const std::vector<int>& pids, int cores, std::uint64_t slot_bytes,
-                           double timeout_seconds, Order order)
+                           double timeout_seconds, bool ring)
     : peers_(std::move(control), rank, size, pids, cores, timeout_seconds),
       staging_{slot_bytes, size},
-      order_(order),
+      ring_(ring),
       kernels_(kernels()) {}
 
 std::uint64_t Communicator::control_bytes(int size, std::uint64_t slot_bytes) {
@@ -188,9 +188,7 @@ void Communicator::locate(TensorList& list) const {
   list.locate(alive, names, rank());
 }
 
-int Communicator::visited(int step) const {
-  return order_ == Order::ring ? (rank() + 1 + step) % size() : step;
-}
+int Communicator::visited(int step) const { return ring_ ? (rank() + 1 + step) % size() : step; }
 
 template <class Body>
 Result Communicator::collective(std::uint64_t bytes, int threads, const Interrupted& stop,
@@ -217,7 +215,7 @@ Result Communicator::reduce(const TensorList& list, std::byte* shard, const Cut&
   const bool staged = header.placement == 0 && !header.fault && size() > 1;
 
   return collective(list.bytes(), threads, stop, [&](Team& team, Verdict& verdict) {
-    Reduction work(*this, team, verdict, list, scatter, shard, cut);
+    Reducing work(*this, team, verdict, list, scatter, shard, cut);
     const auto fill_first = [&] {
       if (one_shot) {
         work.fill_one_shot(filling_slot(team));

@@ -29,14 +29,13 @@ struct Traffic {
 
 class Team;
 
-enum class Order : int { direct, ring };  // the order in which peers are visited
-
 class Communicator {
  public:
   using Interrupted = std::function<bool()>;
 
+  // `ring`: peers are visited from the next rank on, else from rank 0 on.
   Communicator(std::shared_ptr<Segment> control, int rank, int size, const std::vector<int>& pids,
-               int cores, std::uint64_t slot_bytes, double timeout_seconds, Order order);
+               int cores, std::uint64_t slot_bytes, double timeout_seconds, bool ring);
 
   static std::uint64_t control_bytes(int size, std::uint64_t slot_bytes);
 
@@ -72,7 +71,7 @@ class Communicator {
   int size() const { return peers_.size(); }
 
  private:
-  class Reduction;  // all-reduce and reduce-scatter, as one thread runs them
+  class Reducing;  // all-reduce and reduce-scatter, as one thread runs them
 
   // Run body(team, verdict) on the rank's threads and conclude.
   template <class Body>
@@ -83,7 +82,7 @@ class Communicator {
 
   Peers peers_;
   Staging staging_;
-  Order order_;
+  bool ring_;
   const Kernels& kernels_;
   std::uint32_t ticket_ = 0;
   Traffic traffic_;

@@ -44,10 +44,10 @@ struct Ranks {
 
 class Rank {
  public:
-  Rank(const Ranks& all, int rank, Order order)
+  Rank(const Ranks& all, int rank, bool ring)
       : all_(all),
         rank_(rank),
-        comm_(all.control, rank, all.size, {}, all.cores, kSlotBytes, 60.0, order) {
+        comm_(all.control, rank, all.size, {}, all.cores, kSlotBytes, 60.0, ring) {
     comm_.add_segment(all.arena, 0);
   }
 
@@ -164,10 +164,10 @@ int main(int count, char** arguments) {
   all.threads = std::atoi(arguments[2]);
   all.rounds = std::atoi(arguments[3]);
   all.arena_bytes = std::max<std::uint64_t>(1 << 18, std::uint64_t(all.threads) << 20);
-  for (const Order order : {Order::direct, Order::ring}) {
-    all.cores = order == Order::direct ? all.size : 1;
+  for (const bool ring : {false, true}) {
+    all.cores = ring ? 1 : all.size;
     all.control = Segment::local(all.size, Communicator::control_bytes(all.size, kSlotBytes));
     all.arena = Segment::local(all.size, all.arena_bytes);
-    run_threads(all.size, [&](int rank) { Rank(all, rank, order).run(); });
+    run_threads(all.size, [&](int rank) { Rank(all, rank, ring).run(); });
   }
 }
