@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
 
 #include "team.h"
 
@@ -156,10 +155,6 @@ Communicator::Communicator(std::shared_ptr<Segment> control, int rank, int size,
       kernels_(kernels()) {}
 
 std::uint64_t Communicator::control_bytes(int size, std::uint64_t slot_bytes) {
-  if (size > kMaxRanks) {
-    throw std::invalid_argument("a host can have at most " + std::to_string(kMaxRanks) +
-                                " ranks in one group, got " + std::to_string(size));
-  }
   return Staging{slot_bytes, size}.control_bytes();
 }
 

@@ -33,7 +33,7 @@ class Communicator {
  public:
   using Interrupted = std::function<bool()>;
 
-  // `ring`: peers are visited from the next rank on, else from rank 0 on.
+  // At most kMaxRanks. `ring`: peers are visited from the next rank on, else from rank 0 on.
   Communicator(std::shared_ptr<Segment> control, int rank, int size, const std::vector<int>& pids,
                int cores, std::uint64_t slot_bytes, double timeout_seconds, bool ring);
 
