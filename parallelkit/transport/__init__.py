@@ -6,12 +6,12 @@ mixed layouts, or how an error reads. `parallelkit.collectives` builds on that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Call", "Pending", "Reply", "Transport"]
+__all__ = ["REDUCTIONS", "Call", "Pending", "Reply", "Transport", "explained"]
 
 REDUCTIONS = {"mean": 0, "sum": 1, "total": 2}  # the numbers of csrc/protocol.h
 
@@ -111,3 +111,16 @@ class Transport(Protocol):
     def close(self) -> None:
         """Leave the group."""
         ...
+
+
+def explained(
+    collective: Callable[[], Reply], told: bytes, exchange: Callable[[bytes], list[bytes]]
+) -> Reply:
+    """A collective as it runs in the background: after a refusal the ranks hear what each `told`.
+
+    When they wait is no matter of agreement, so it has to be said right then.
+    """
+    reply = collective()
+    if reply.outcome == "layouts":  # not here: a peer comes again in row-major order
+        reply = collective()
+    return reply if reply.outcome == "done" else reply._replace(heard=exchange(told))

@@ -31,9 +31,10 @@ from ..errors import (
     UsageError,
 )
 from ..ops import DTYPE_CODES
-from . import Call, Reply
+from . import Call, Reply, explained
 from .peer_memory import Slab, SlabMapper, as_tensor
 from .shared_memory import SharedMemory
+from .side_stream import OnSideStream, SideStream
 from .watch import failure
 
 __all__ = ["CudaPeer"]
@@ -75,34 +76,6 @@ class _Prepared:
         """Keep the table from being used anew before `stream` is through with it."""
         if self._table is not None and not torch.cuda.is_current_stream_capturing():
             self._table.record_stream(stream)
-
-
-class _OnSideStream:
-    """A collective under way on the transport's own stream."""
-
-    def __init__(self, device: torch.device, start: Callable[[], Reply], side: Any) -> None:
-        self.devices: Sequence[torch.device] = [device]
-        self._reply: Reply | None = None
-        self._error: ParallelKitError | None = None
-        with torch.cuda.stream(side):
-            try:
-                self._reply = start()
-            except ParallelKitError as error:  # raised by `wait`, as of any collective
-                self._error = error
-            self._end = side.record_event()
-
-    def done(self) -> bool:
-        return bool(self._end.query())
-
-    def wait(self) -> Reply:
-        if self._error is not None:
-            raise self._error
-        assert self._reply is not None
-        current = torch.cuda.current_stream(self.devices[0])
-        current.wait_event(self._end)
-        if isinstance(self._reply.total, torch.Tensor):
-            self._reply.total.record_stream(current)
-        return self._reply
 
 
 class CudaPeer:
@@ -155,7 +128,7 @@ class CudaPeer:
             native.algorithms.index(algorithm),
             virtual,
         )
-        self._side: torch.cuda.Stream | None = None
+        self._side = SideStream(device)
         self._slabs: dict[int, Any] = {}  # by number: what keeps each, and its address
         self._made = 0
         self._dropped: set[int] = set()  # slabs without a tensor here
@@ -312,12 +285,12 @@ class CudaPeer:
             return reply
         return self._reduce(self._comm.all_reduce, prepared, call)
 
-    def start_all_reduce(self, prepared: _Prepared, call: Call, told: bytes) -> _OnSideStream:
+    def start_all_reduce(self, prepared: _Prepared, call: Call, told: bytes) -> OnSideStream:
         return self._start(lambda: self.all_reduce(prepared, call), prepared.tensors, call, told)
 
     def start_reduce_scatter(
         self, prepared: _Prepared, shard: torch.Tensor, call: Call, told: bytes
-    ) -> _OnSideStream:
+    ) -> OnSideStream:
         tensors = [*prepared.tensors, shard]
         return self._start(lambda: self.reduce_scatter(prepared, shard, call), tensors, call, told)
 
@@ -327,27 +300,12 @@ class CudaPeer:
         tensors: Sequence[torch.Tensor],
         call: Call,
         told: bytes,
-    ) -> _OnSideStream:
-        """Run it on a stream of its own, after what the current one was given."""
+    ) -> OnSideStream:
+        def run() -> Reply:
+            return explained(collective, told, lambda message: self.exchange(message)[1])
 
-        def explained() -> Reply:
-            reply = collective()
-            if reply.outcome == "layouts":  # not here: a peer comes again in row-major order
-                reply = collective()
-            if reply.outcome == "done":
-                return reply
-            return reply._replace(heard=self.exchange(told)[1])
-
-        current = torch.cuda.current_stream(self._device)
-        if self._side is None:
-            self._side = torch.cuda.Stream(self._device)
-        side = self._side
-        side.wait_stream(current)
-        if not torch.cuda.is_current_stream_capturing():
-            for tensor in (*tensors, call.weight):
-                if isinstance(tensor, torch.Tensor):
-                    tensor.record_stream(side)  # not used anew before that is through with it
-        return _OnSideStream(self._device, explained, side)
+        weights = [call.weight] if isinstance(call.weight, torch.Tensor) else []
+        return self._side.start(run, [*tensors, *weights])
 
     def reduce_scatter(self, prepared: _Prepared, shard: torch.Tensor, call: Call) -> Reply:
         reply = self.agree("reduce_scatter", call)

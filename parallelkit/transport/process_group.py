@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ..errors import ParallelKitError, UsageError
 from ..ops import wide_dtype
-from . import REDUCTIONS, Call, Reply
+from . import REDUCTIONS, Call, Reply, explained
 from .watch import Watch
 
 __all__ = ["ProcessGroup"]
@@ -254,17 +254,12 @@ class ProcessGroup:
         return self._start(lambda: self._reduce_scatter(prepared[0], shard, call), told)
 
     def _start(self, collective: Callable[[], Reply], told: bytes) -> _Background:
-        def explained() -> Reply:
-            reply = collective()
-            if reply.outcome == "layouts":  # not here: a peer comes again in row-major order
-                reply = collective()
-            if reply.outcome == "done":
-                return reply
-            return reply._replace(heard=self._exchange(told, 0)[1])
+        def run() -> Reply:
+            return explained(collective, told, lambda message: self._exchange(message, 0)[1])
 
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="parallelkit")
-        self._last = self._executor.submit(self._on_this_stream(explained))
+        self._last = self._executor.submit(self._on_this_stream(run))
         return _Background(self, self._last)
 
     def _on_this_stream(self, collective: Callable[[], Reply]) -> Callable[[], Reply]:
