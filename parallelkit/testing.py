@@ -189,7 +189,7 @@ def virtual_ranks(
             ordered: Any = contextlib.nullcontext()
             if on_gpu is not None:
                 where, ordered = on_gpu.device, on_gpu.own_stream()
-                transport = on_gpu.transport(host, rank, deadline, algorithm)
+                transport = on_gpu.transport(host, algorithm)
             with ordered, Group._over(rank, size, where, deadline, transport) as group:
                 outcomes[rank] = fn(group)
         except BaseException as error:
@@ -232,29 +232,16 @@ class _VirtualGpu:
         plain = self._native.Memory.plain
         return [plain(self.device.index, nbytes) for _ in range(self._size)]
 
-    def transport(
-        self, host: SharedMemory, rank: int, timeout: timedelta, algorithm: str
-    ) -> CudaPeer:
+    def transport(self, host: SharedMemory, algorithm: str) -> CudaPeer:
         """One rank's."""
-        ask = self._slabs.mapper(rank)
+        rank, ask = host.rank, self._slabs.mapper(host.rank)
 
         def mapper(nbytes: int) -> Slab:
             memories = ask(nbytes)
             return Slab([memory.address for memory in memories], rank, nbytes, memories)
 
         blocks = self._native.max_blocks(self.device.index) // self._size
-        return CudaPeer(
-            self._native,
-            host,
-            rank,
-            self._size,
-            self.device,
-            blocks,
-            mapper,
-            timeout,
-            algorithm,
-            self._together,
-        )
+        return CudaPeer(self._native, host, self.device, blocks, mapper, algorithm, self._together)
 
 
 class _Shared:

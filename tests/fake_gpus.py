@@ -13,7 +13,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -502,11 +501,9 @@ def peers(
             memories = ask(nbytes)
             return Slab([m.address for m in memories], host.rank, nbytes, memories)
 
-        deadline, here = timedelta(seconds=timeout), torch.device("cpu")
-        transport = CudaPeer(
-            runtime, host._transport, host.rank, size, here, 2, mapper, deadline, "auto", together
-        )
-        with pk.Group._over(host.rank, size, here, deadline, transport) as group:
+        here = torch.device("cpu")
+        transport = CudaPeer(runtime, host._transport, here, 2, mapper, "auto", together)
+        with pk.Group._over(host.rank, size, here, host.timeout, transport) as group:
             return fn(group)
 
     assert cpu is not None

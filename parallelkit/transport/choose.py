@@ -89,7 +89,7 @@ def choose_transport(
             for peer, lack in enumerate(lacks):
                 if lack:
                     raise MappingError(f"{lack} [rank {peer} of {len(lacks)}]")
-            return _on_gpus(process_group, device, timeout, algorithm, gather, in_shared_memory)
+            return _on_gpus(process_group, device, algorithm, gather, in_shared_memory)
         local = in_shared_memory()
         if len(hosts) == 1:
             return local
@@ -115,7 +115,6 @@ def _lacking(device: torch.device) -> str:
 def _on_gpus(
     process_group: dist.ProcessGroup | None,
     device: torch.device,
-    timeout: timedelta,
     algorithm: str,
     gather: Callable[[Any], list[Any]],
     in_shared_memory: Callable[[], SharedMemory],
@@ -135,9 +134,7 @@ def _on_gpus(
     blocks = gather(native.max_blocks(device.index))
     host = in_shared_memory()
     try:
-        return CudaPeer(
-            native, host, rank, len(blocks), device, min(blocks), mapper, timeout, algorithm
-        )
+        return CudaPeer(native, host, device, min(blocks), mapper, algorithm)
     except MappingError:
         host.close()
         raise

@@ -17,7 +17,6 @@ import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -86,12 +85,11 @@ class CudaPeer:
 
     Args:
         native: parallelkit._cuda.
-        host: the same ranks in the CPU's shared memory; this object closes it.
-        rank, size: in the group.
+        host: the ranks in the CPU's shared memory, whose timeout counts for each wait, also of
+            kernels; this object closes it.
         device: this rank's GPU.
         blocks: of its kernels, equal on every rank; see `max_blocks` of the module.
         mapper: makes memory that all of them reach.
-        timeout: for each wait, of hosts and of kernels.
         algorithm: "auto", "direct" or "ring".
         virtual: the module's VirtualRanks, where all ranks are threads with one GPU.
 
@@ -103,15 +101,13 @@ class CudaPeer:
         self,
         native: Any,
         host: SharedMemory,
-        rank: int,
-        size: int,
         device: torch.device,
         blocks: int,
         mapper: SlabMapper,
-        timeout: timedelta,
         algorithm: str,
         virtual: Any = None,
     ) -> None:
+        rank, size, timeout = host.rank, host.size, host.timeout
         self.name = "cuda-peer" if size > 1 else "single"
         self._native, self.host, self._mapper = native, host, mapper
         self._rank, self._size, self._device, self._timeout = rank, size, device, timeout

@@ -106,7 +106,23 @@ class _Background:
 
 
 class SharedMemory:
-    """The native communicator of one rank."""
+    """The native communicator of one rank.
+
+    Attributes:
+        rank, size, timeout: as given.
+
+    Args:
+        rank: among those that share the memory.
+        size: how many they are.
+        pids: of their processes, by rank; 0 for threads of this one.
+        cores: how many they have all together; with fewer than ranks, waiting gives a core away.
+        mapper: makes memory that all of them reach.
+        timeout: for each wait.
+        ring: visit peers from the next rank on, else from rank 0 on.
+
+    Raises:
+        MappingError: more ranks than can share memory.
+    """
 
     def __init__(
         self,
@@ -120,7 +136,7 @@ class SharedMemory:
     ) -> None:
         assert cpu is not None
         self.name = "shared-memory" if size > 1 else "single"
-        self._rank, self._size, self._timeout, self._mapper = rank, size, timeout, mapper
+        self.rank, self.size, self.timeout, self._mapper = rank, size, timeout, mapper
         if size > cpu.max_ranks:
             raise MappingError(f"{size} ranks on one host, {cpu.max_ranks} at most share memory")
         slot = _SLOT_BYTES if size > 1 else 0
@@ -147,7 +163,7 @@ class SharedMemory:
         assert cpu is not None
         outcome = cpu.outcomes[number]
         if outcome in ("timeout", "peer_lost", "interrupted"):
-            raise failure(outcome, rank, self._rank, self._size, self._timeout)
+            raise failure(outcome, rank, self.rank, self.size, self.timeout)
         return Reply(outcome, total)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -157,7 +173,7 @@ class SharedMemory:
         segment = self._mapper(numel * dtype.itemsize)
         self._native().add_segment(segment, self._segments)
         self._segments += 1
-        slab = segment.slab(self._rank)
+        slab = segment.slab(self.rank)
         return torch.frombuffer(slab, dtype=dtype, count=numel).view(tuple(shape))
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> Any:
