@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import rendezvous
 from .agreement import refuse
 from .errors import InvalidArgumentError, InvalidTypeError, ParallelKitError, UsageError
-from .transport import Transport
+from .transport import CLOSED, Transport
 from .transport.choose import choose_transport
 from .transport.cuda_peer import CudaPeer
 
@@ -208,7 +208,7 @@ class Group:
     def close(self) -> None:
         """Leave the group; a second call does nothing. Peers that wait for this rank raise."""
         if self._unusable is None:
-            self._unusable = "this group is closed; pk.init() or pk.Group(...) makes another"
+            self._unusable = CLOSED
             self._transport.close()
             self.scratch.clear()
 

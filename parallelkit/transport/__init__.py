@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["REDUCTIONS", "Call", "Pending", "Reply", "Transport", "explained"]
+__all__ = ["CLOSED", "REDUCTIONS", "Call", "Pending", "Reply", "Transport", "explained"]
 
+CLOSED = "this group is closed; pk.init() or pk.Group(...) makes another"
 REDUCTIONS = {"mean": 0, "sum": 1, "total": 2}  # the numbers of csrc/protocol.h
 
 

@@ -30,11 +30,11 @@ from ..errors import (
     UsageError,
 )
 from ..ops import DTYPE_CODES
-from . import Call, Reply, explained
+from . import CLOSED, Call, Reply, explained
 from .peer_memory import Slab, SlabMapper, as_tensor
 from .shared_memory import SharedMemory
 from .side_stream import OnSideStream, SideStream
-from .watch import failure
+from .watch import BREAKING, failure
 
 __all__ = ["CudaPeer"]
 
@@ -48,7 +48,6 @@ _OPERATIONS = (
     "gradient_norm",
     "sharded_step",
 )
-_BREAKING = ("timeout", "peer_lost", "interrupted")
 _HASHES = (1 << 63) - 1
 
 
@@ -183,7 +182,7 @@ class CudaPeer:
         """What kernels have found since the last look: raised where it breaks the group."""
         number, rank = self._comm.status()
         outcome = self._native.outcomes[number]
-        if outcome in _BREAKING:
+        if outcome in BREAKING:
             self._break(outcome, rank, cause)
         if outcome != "done":
             self._found = outcome
@@ -382,4 +381,4 @@ class CudaPeer:
         self._comm.close()
         self._slabs.clear()
         self._control = None
-        self._error = UsageError("this group is closed; pk.init() or pk.Group(...) makes another")
+        self._error = UsageError(CLOSED)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ..errors import ParallelKitError, UsageError
 from ..ops import wide_dtype
-from . import REDUCTIONS, Call, Reply, explained
+from . import CLOSED, REDUCTIONS, Call, Reply, explained
 from .watch import Watch
 
 __all__ = ["ProcessGroup"]
@@ -378,7 +378,7 @@ class ProcessGroup:
             self._watch.close()
             dist.destroy_process_group(self._group)
             self._group = None
-        self._error = UsageError("this group is closed; pk.init() or pk.Group(...) makes another")
+        self._error = UsageError(CLOSED)
 
 
 def _signed(value: int) -> int:

@@ -17,9 +17,9 @@ import torch
 
 from ..errors import ParallelKitError, UsageError
 from ..ops import DTYPE_CODES, cpu
-from . import Call, Reply
+from . import CLOSED, Call, Reply
 from .memory import check_available
-from .watch import failure
+from .watch import BREAKING, failure
 
 __all__ = ["FileMapper", "Mapper", "MappingError", "SharedMemory"]
 
@@ -153,7 +153,7 @@ class SharedMemory:
 
     def _native(self) -> Any:
         if self._comm is None:
-            raise UsageError("this group is closed; pk.init() or pk.Group(...) makes another")
+            raise UsageError(CLOSED)
         return self._comm
 
     def _reply(self, result: tuple[int, int, float]) -> Reply:
@@ -162,7 +162,7 @@ class SharedMemory:
             return Reply("done", total)
         assert cpu is not None
         outcome = cpu.outcomes[number]
-        if outcome in ("timeout", "peer_lost", "interrupted"):
+        if outcome in BREAKING:
             raise failure(outcome, rank, self.rank, self.size, self.timeout)
         return Reply(outcome, total)
 

@@ -22,11 +22,13 @@ import torch.distributed as dist
 
 from ..errors import CollectiveTimeoutError, PeerLostError
 
-__all__ = ["Watch", "boot_id", "failure", "pid_namespace"]
+__all__ = ["BREAKING", "Watch", "boot_id", "failure", "pid_namespace"]
 
 _SLICE_SECONDS = 0.1  # how often a waiting rank, and a listener, looks around
 _ANSWER_SECONDS = 0.35  # how long the others have to answer a call
 _STORE_SECONDS = 0.85  # how long the store has for all of it: it may be gone itself
+
+BREAKING = ("timeout", "peer_lost", "interrupted")  # outcomes after which a group is broken
 
 T = TypeVar("T")
 
@@ -54,7 +56,7 @@ def failure(
     """The error of a broken group, as every transport words it.
 
     Args:
-        kind: "timeout", "peer_lost" or "interrupted".
+        kind: one of BREAKING.
         culprit: the rank that broke the group; -1: not known.
         rank: this rank.
         size: of the group.
@@ -138,7 +140,7 @@ class Watch:
         """Call the others and agree on who broke the group; the error that says so.
 
         Args:
-            kind: what this rank saw: "timeout", "peer_lost", or "interrupted" (itself).
+            kind: what this rank saw, one of BREAKING; "interrupted": itself.
             suspects: the ranks that it waited for, where it knows them; first in doubt.
         """
         dead = self._dead()
