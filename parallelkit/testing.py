@@ -25,9 +25,10 @@ from .ops import cpu, load_cuda
 from .transport import Transport
 from .transport.choose import usable_cores
 from .transport.cuda_peer import CudaPeer
+from .transport.mapping import MappingError
 from .transport.memory import check_available
 from .transport.peer_memory import Slab
-from .transport.shared_memory import MappingError, SharedMemory
+from .transport.shared_memory import SharedMemory
 
 __all__ = ["RanksFailedError", "run_ranks", "virtual_ranks"]
 

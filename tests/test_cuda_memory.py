@@ -21,9 +21,9 @@ from parallelkit import group as groups
 from parallelkit import ops
 from parallelkit.testing import run_ranks, virtual_ranks
 from parallelkit.transport import REDUCTIONS, Call, Reply, choose
+from parallelkit.transport.mapping import MappingError
 from parallelkit.transport.peer_memory import PeerMapper
 from parallelkit.transport.process_group import ProcessGroup
-from parallelkit.transport.shared_memory import MappingError
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="no native extension")
 

@@ -19,7 +19,7 @@ import parallelkit as pk
 from parallelkit.ops import cpu
 from parallelkit.testing import RanksFailedError, run_ranks
 from parallelkit.transport import choose, hierarchical, memory
-from parallelkit.transport.shared_memory import MappingError
+from parallelkit.transport.mapping import MappingError
 
 pytestmark = pytest.mark.skipif(cpu is None, reason="needs the native extension")
 

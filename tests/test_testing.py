@@ -14,7 +14,7 @@ from ranks import NATIVE
 
 import parallelkit as pk
 from parallelkit.testing import RanksFailedError, run_ranks, virtual_ranks
-from parallelkit.transport.shared_memory import MappingError
+from parallelkit.transport.mapping import MappingError
 
 
 def told(group: pk.Group, *arguments: object) -> tuple[object, ...]:

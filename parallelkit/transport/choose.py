@@ -16,9 +16,10 @@ from ..ops import cpu, load_cuda
 from . import Transport
 from .cuda_peer import CudaPeer
 from .hierarchical import Hierarchical
+from .mapping import Gather, MappingError
 from .peer_memory import PeerMapper
 from .process_group import ProcessGroup
-from .shared_memory import FileMapper, MappingError, SharedMemory
+from .shared_memory import FileMapper, SharedMemory
 from .watch import boot_id, pid_namespace
 
 __all__ = ["choose_transport", "usable_cores"]
@@ -36,7 +37,7 @@ def choose_transport(
     device: torch.device,
     timeout: timedelta,
     algorithm: str,
-    gather: Callable[[Any], list[Any]],
+    gather: Gather,
 ) -> Transport:
     """The fastest transport that all ranks can use; collective.
 
@@ -116,7 +117,7 @@ def _on_gpus(
     process_group: dist.ProcessGroup | None,
     device: torch.device,
     algorithm: str,
-    gather: Callable[[Any], list[Any]],
+    gather: Gather,
     in_shared_memory: Callable[[], SharedMemory],
 ) -> CudaPeer:
     """The transport of GPUs of one host; MappingError on every rank where they lack memory."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .shared_memory import Gather, MappingError
+from .mapping import Gather, MappingError, all_or_none
 
 __all__ = ["PeerMapper", "Slab", "SlabMapper", "as_tensor"]
 
@@ -147,21 +147,6 @@ class PeerMapper:
                 return slab
         raise MappingError("; ".join(reasons))
 
-    def _agree(self, way: str, step: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
-        """Run `step`, which gives what stays here and what all ranks are told; one's trouble is
-        all's.
-        """
-        mine, told, trouble = None, None, ""
-        try:
-            mine, told = step()
-        except (OSError, RuntimeError, ImportError, AttributeError, TypeError, ValueError) as error:
-            trouble = str(error).partition("\n")[0] or type(error).__name__
-        heard = self._gather((told, trouble))
-        for rank, (_, trouble) in enumerate(heard):
-            if trouble:
-                raise MappingError(f"{way}: {trouble} [rank {rank} of {len(heard)}]")
-        return mine, [told for told, _ in heard]
-
     # -- the ways ------------------------------------------------------------------------------
 
     def _symmetric(self, nbytes: int) -> Slab:
@@ -178,8 +163,8 @@ class PeerMapper:
         def meet() -> tuple[Any, None]:
             return module.rendezvous(flat, self._process_group), None
 
-        (module, flat), _ = self._agree(way, allocate)
-        handle, _ = self._agree(way, meet)
+        (module, flat), _ = all_or_none(self._gather, way, allocate)
+        handle, _ = all_or_none(self._gather, way, meet)
         # The pointers are those of torch's allocation, in which the tensor may lie anywhere.
         offset = getattr(handle, "offset", 0)
         addresses = [pointer + offset for pointer in handle.buffer_ptrs]
@@ -208,8 +193,8 @@ class PeerMapper:
                     peers[peer] = native.Memory.open_fd(index, received, nbytes)
                 return peers, None
 
-            (memory, descriptor, listener), names = self._agree(way, allocate)
-            peers, _ = self._agree(way, hand_over)
+            (memory, descriptor, listener), names = all_or_none(self._gather, way, allocate)
+            peers, _ = all_or_none(self._gather, way, hand_over)
         return self._slab(memory, peers, nbytes)
 
     def _ipc(self, nbytes: int) -> Slab:
@@ -226,8 +211,8 @@ class PeerMapper:
                 if peer != self._rank
             }, None
 
-        memory, handles = self._agree(way, allocate)
-        peers, _ = self._agree(way, reach)
+        memory, handles = all_or_none(self._gather, way, allocate)
+        peers, _ = all_or_none(self._gather, way, reach)
         _exported.append(memory)
         return self._slab(memory, peers, nbytes)
 

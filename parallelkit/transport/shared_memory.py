@@ -15,25 +15,21 @@ from typing import Any
 
 import torch
 
-from ..errors import ParallelKitError, UsageError
+from ..errors import UsageError
 from ..ops import DTYPE_CODES, cpu
 from . import CLOSED, Call, Reply
+from .mapping import Gather, MappingError, all_or_none
 from .memory import check_available
 from .watch import BREAKING, failure
 
-__all__ = ["FileMapper", "Mapper", "MappingError", "SharedMemory"]
+__all__ = ["FileMapper", "Mapper", "SharedMemory"]
 
-Gather = Callable[[Any], list[Any]]  # every rank's object, by rank
 Mapper = Callable[[int], Any]  # bytes of a slab -> the Segment all ranks share; collective
 
 # One staging slot; a rank has two of them for inputs, and two of 1/size of it for results. Small
 # enough that what one rank stages is still in cache when another reads it: four times as much costs
 # 1.1 to 1.4 times the time from 16 MiB on.
 _SLOT_BYTES = 512 << 10
-
-
-class MappingError(ParallelKitError):
-    """Shared memory could not be made, or not be reached by every rank."""
 
 
 class FileMapper:
@@ -58,35 +54,28 @@ class FileMapper:
         segment, size, index = cpu.Segment, len(self._members), self._members.index(self._rank)
         with ExitStack() as stack:  # descriptors are closed, mappings stay
 
-            def create() -> tuple[str, bytes]:
+            def create() -> tuple[None, tuple[str, bytes] | None]:
+                if index > 0:
+                    return None, None
                 check_available(slab_bytes * size)
                 secret = os.urandom(32)
                 path, descriptor = segment.create(self._folder, secret, size, slab_bytes)
                 stack.callback(os.close, descriptor)
-                return path, secret
+                return None, (path, secret)
 
-            def reach() -> int:
+            def reach() -> tuple[int, None]:
                 descriptor = segment.open(path, secret, size, slab_bytes)
                 stack.callback(os.close, descriptor)
-                return int(descriptor)
+                return descriptor, None
 
-            path, secret = self._agree(create if index == 0 else None)[1]
-            descriptor, _ = self._agree(reach)
-            return self._agree(lambda: segment.map(descriptor, index, size, slab_bytes))[0]
+            def map_slabs() -> tuple[Any, None]:
+                return segment.map(descriptor, index, size, slab_bytes), None
 
-    def _agree(self, step: Callable[[], Any] | None) -> tuple[Any, Any]:
-        """Run `step`: its result here and on the host's first rank; one's trouble is all's."""
-        result, trouble = None, ""
-        try:
-            result = step() if step else None
-        except (OSError, RuntimeError, MemoryError) as error:
-            trouble = str(error) or type(error).__name__
-        told = result if isinstance(result, tuple) else None  # a segment stays here
-        heard = self._gather((told, trouble))
-        for rank, (_, trouble) in enumerate(heard):
-            if trouble:
-                raise MappingError(f"shared memory: {trouble} [rank {rank} of {len(heard)}]")
-        return result, heard[self._members[0]][0]
+            way = "shared memory"
+            _, told = all_or_none(self._gather, way, create)
+            path, secret = told[self._members[0]]
+            descriptor, _ = all_or_none(self._gather, way, reach)
+            return all_or_none(self._gather, way, map_slabs)[0]
 
 
 class _Background:
