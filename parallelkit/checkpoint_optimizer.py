@@ -125,7 +125,6 @@ def take_over(optimizer: ShardedAdamW, manifest: dict[str, Any], room: Room) -> 
     """Make what was read the optimizer's state."""
     for group, options in zip(optimizer.param_groups, manifest["groups"], strict=True):
         group.update({**options, "betas": tuple(options["betas"])})
-    for index, member in _members(optimizer):
-        known = manifest["steps"][index]
-        optimizer.fill(member, known["step"] if known else 0.0, room[member])
+    steps = [known["step"] if known else 0.0 for known in manifest["steps"]]
+    optimizer.fill((member, steps[i], room[member]) for i, member in _members(optimizer))
     optimizer.skipped_steps = manifest["skipped_steps"]

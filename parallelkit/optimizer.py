@@ -17,14 +17,8 @@ from .group import Group, default_group
 from .host_step import HostStep
 from .optimizer_checks import STATE_DTYPES, check_options, check_parameter
 from .optimizer_layout import Buffer, Member, local_of, place, place_like_gradients
-from .optimizer_state import StateFormat, checked_entries, load_entry, pack, refresh_master, whole
-from .optimizer_step import (
-    Facts,
-    agree,
-    check_places,
-    hyper_parameters,
-    usable_gradient,
-)
+from .optimizer_state import StateFormat, checked_entries, owned_entry, pack, refresh_master, whole
+from .optimizer_step import Facts, agree, check_places, hyper_parameters, usable_gradient
 from .together import check_alike, together
 from .transport.cuda_peer import CudaPeer
 
@@ -196,24 +190,24 @@ class ShardedAdamW(Optimizer):
         self._buffers += added
         self.members |= {m.parameter: m for buffer in added for m in buffer.members}
         self._outside = [p for p in self.parameters() if p not in self.members]
-        for member in list(self.members.values())[first:]:
-            self.fill(member, 0.0, {})
+        self.fill((member, 0.0, {}) for member in list(self.members.values())[first:])
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """All parameters, group by group: the order of `state_dict`."""
         for group in self.param_groups:
             yield from group["params"]
 
-    def fill(self, member: Member, step: float, entries: Mapping[str, torch.Tensor]) -> None:
-        """Replace the state of what this rank owns of a parameter; see `StateFormat.fill`."""
-        amsgrad = self._group_of()[member.parameter]["amsgrad"]
-        self._kept.fill(member, step, entries, amsgrad)
-        self._restate()
+    def fill(self, contents: Iterable[tuple[Member, float, Mapping[str, torch.Tensor]]]) -> None:
+        """Replace the state of what this rank owns of parameters.
 
-    def _restate(self) -> None:
-        """Show the members' state as `.state`, and forget where it lay."""
+        Args:
+            contents: for each of them what `StateFormat.fill` wants: (member, step, entries).
+        """
+        groups = self._group_of()
+        for member, step, entries in contents:
+            self._kept.fill(member, step, entries, groups[member.parameter]["amsgrad"])
         self.state.update({p: member.state for p, member in self.members.items()})
-        self._skipped, self._step = self.skipped_steps, None
+        self._skipped, self._step = self.skipped_steps, None  # which knew where state lay
 
     @property
     def skipped_steps(self) -> int:
@@ -402,9 +396,6 @@ class ShardedAdamW(Optimizer):
         together(self.group, check, "ShardedAdamW.load_state_dict")
         for group, new in zip(self.param_groups, given["param_groups"], strict=True):
             group.update({k: v for k, v in new.items() if k not in ("params", "param_names")})
-        groups = self._group_of()
-        for p, member in self.members.items():
-            load_entry(member, found.get(p, {}), self._kept, groups[p]["amsgrad"])
-        self._restate()
+        self.fill((m, *owned_entry(m, found.get(p, {}))) for p, m in self.members.items())
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -25,7 +25,7 @@ __all__ = [
     "StateFormat",
     "checked_entries",
     "like",
-    "load_entry",
+    "owned_entry",
     "pack",
     "refresh_master",
     "whole",
@@ -240,13 +240,16 @@ def checked_entries(
     return found
 
 
-def load_entry(member: Member, entry: Mapping[str, Any], kept: StateFormat, amsgrad: bool) -> None:
-    """Take a parameter's entry of a whole state dict; an empty one is that of no step yet."""
+def owned_entry(member: Member, entry: Mapping[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Of a parameter's entry in a whole state dict: its step, and what this rank owns of the rest.
+
+    An empty entry is that of no step yet.
+    """
     local = member.local
-    flat = {}
+    owned = {}
     for name in ENTRIES:
         if name in entry:
             ordered = torch.empty_like(local, dtype=wide_dtype(local.dtype))
             ordered.copy_(local_of(entry[name]))
-            flat[name] = flat_view(ordered)[member.start : member.stop]
-    kept.fill(member, float(entry.get("step", 0.0)), flat, amsgrad)
+            owned[name] = flat_view(ordered)[member.start : member.stop]
+    return float(entry.get("step", 0.0)), owned
