@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .arguments import Weight, as_number
 from .broadcast import broadcast
 from .buckets import GradientBuckets, Slot, Spec
 from .errors import InvalidArgumentError, InvalidTypeError, ParallelKitError, UsageError
+from .gradient_hooks import GradientHooks
 from .group import Group
 from .in_place import gradients_in_place
 from .prepared import PreparedAllReduce, Work
@@ -26,10 +25,6 @@ __all__ = ["GradientSync"]
 
 _NO_TASK = -1  # what autograd calls its task outside of a backward pass
 _BACKWARD = "DataParallel.backward"
-
-
-# Who brings a parameter's gradient into buckets: the last that wrapped it.
-_owners: MutableMapping[torch.Tensor, weakref.ref[GradientSync]] = WeakTensorKeyDictionary()
 
 
 class _Pass:
@@ -83,9 +78,7 @@ class GradientSync:
         self._index: dict[Slot, int] = {}  # which bucket a slot lies in
         self._slots: dict[torch.Tensor, Slot] = {}
         self._waiting = dict(module.named_parameters())  # in no bucket: frozen on every rank
-        self._retired = False
-        self._hooks = [hook for p in module.parameters() for hook in self._adopt(p)]
-        weakref.finalize(self, _remove, self._hooks).atexit = False
+        self._hooks = GradientHooks(module.parameters(), self._receive)
         trainable = [p.requires_grad for p in self._waiting.values()]
         heard = group._gather_objects(trainable, "DataParallel")
         self._place([name for name, *some in zip(self._waiting, *heard, strict=True) if any(some)])
@@ -93,19 +86,6 @@ class GradientSync:
         self._reduced = False  # the gradients are a mean that nobody has cleared
         self._overlap = overlap
         self._has_synced = False  # the first pass shows whether each gradient comes once
-
-    def _adopt(self, parameter: torch.Tensor) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        """Be told of the parameter's gradients, and nobody else."""
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            return
-        before = _owners.get(parameter)
-        if before is not None and (owner := before()) is not None:
-            owner.retire()
-        _owners[parameter] = this = weakref.ref(self)
-        trainable = parameter.requires_grad
-        parameter.requires_grad_(True)  # a frozen one takes no hook, and may thaw
-        yield parameter.register_post_accumulate_grad_hook(partial(_receive, this))
-        parameter.requires_grad_(trainable)
 
     def _place(self, names: Sequence[str]) -> None:
         """Give parameters a bucket, in the strides they have on rank 0. Collective."""
@@ -178,11 +158,6 @@ class GradientSync:
         for parameter in (*self._slots, *self._waiting.values()):
             parameter.grad = None
 
-    def retire(self) -> None:
-        """Leave the parameters to another wrapper of them."""
-        self._retired = True
-        _remove(self._hooks)
-
     def _finish_leftover(self) -> None:
         """End a plain loss.backward() that raised: now is the first chance to tell the others."""
         if self._pass is not None:
@@ -190,7 +165,7 @@ class GradientSync:
             self._pass = None
 
     def _see_changes(self) -> None:
-        if self._retired:
+        if self._hooks.retired:
             raise UsageError(
                 "DataParallel: another DataParallel has wrapped these parameters; use that one"
             )
@@ -373,18 +348,6 @@ class GradientSync:
                     work.wait()
         if not self._reduced:
             self.forget()
-
-
-def _receive(this: weakref.ref[GradientSync], parameter: torch.Tensor) -> None:
-    """The hook of a parameter, which may outlive what syncs it."""
-    owner = this()
-    if owner is not None:
-        owner._receive(parameter)
-
-
-def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def _checked(loss: Any, weight: Weight, reduction: str) -> float:
