@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import refuse
 from .arguments import Weight, described, reduction_name, reduction_number, signature_of
@@ -24,14 +25,32 @@ __all__ = [
 ]
 
 
+@overload
+def weighted_all_reduce_(
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    weight: Weight = ...,
+    group: Group | DeviceMesh | None = ...,
+    *,
+    reduction: str = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def weighted_all_reduce_(
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    weight: Weight = ...,
+    group: Group | DeviceMesh | None = ...,
+    *,
+    reduction: str = ...,
+    async_op: Literal[True],
+) -> Work: ...
 def weighted_all_reduce_(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     weight: Weight = 1.0,
-    group: Group | None = None,
+    group: Group | DeviceMesh | None = None,
     *,
     reduction: str = "mean",
     async_op: bool = False,
-) -> Any:
+) -> torch.Tensor | Work:
     """Average tensors in place over all ranks, each rank counted by its weight.
 
         R ranks, w_i and x_i weight and tensor of rank i
@@ -45,7 +64,7 @@ def weighted_all_reduce_(
         weight: number of items (examples, tokens) that this rank's tensors are a mean over; an int,
             float or 0-dim tensor, finite, at least 0. A rank of weight 0 takes part, and its values
             are never read. If all weights are 0, the tensors become 0. Default: 1.
-        group: default: the group of all ranks (`pk.init()`).
+        group: the ranks, a Group or one dimension of a DeviceMesh. Default: all (`pk.init()`).
         reduction: "mean" where tensors are means over the rank's items, "sum" where they are sums;
             "total" for a plain sum, to which weights do not matter. Default: "mean".
         async_op: return at once with a `Work`; the tensors must not be touched before its `wait`.
@@ -93,7 +112,7 @@ def shard_bounds(numel: int, size: int, rank: int) -> tuple[int, int]:
 def weighted_reduce_scatter(
     flat: torch.Tensor,
     weight: Weight = 1.0,
-    group: Group | None = None,
+    group: Group | DeviceMesh | None = None,
     *,
     reduction: str = "mean",
     out: torch.Tensor | None = None,
@@ -129,7 +148,7 @@ def weighted_reduce_scatter(
 def all_gather_flat(
     shard: torch.Tensor,
     numel: int,
-    group: Group | None = None,
+    group: Group | DeviceMesh | None = None,
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:

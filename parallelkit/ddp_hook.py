@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from .arguments import Weight
 from .collectives import weighted_all_reduce_
 from .group import Group, default_group
-from .prepared import Work
 from .transport.cuda_peer import CudaPeer
 
 __all__ = ["WeightedMean", "ddp_comm_hook"]
@@ -63,7 +62,7 @@ def _average(
 ) -> torch.futures.Future[torch.Tensor]:
     gradients, weight = bucket.buffer(), state.weight
     if isinstance(state.group._transport, CudaPeer):  # ordered by streams, without a thread
-        work: Work = weighted_all_reduce_(gradients, weight, state.group, async_op=True)
+        work = weighted_all_reduce_(gradients, weight, state.group, async_op=True)
         return work.get_future().then(lambda _: gradients)
     on_gpu = gradients.is_cuda
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
