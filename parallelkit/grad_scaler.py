@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from .errors import UsageError
@@ -23,7 +24,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: of the scale. Default: "cpu".
-        group: the ranks. Default: all (`pk.init()`).
+        group: the ranks, a Group or one dimension of a DeviceMesh. Default: all (`pk.init()`).
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as for torch's.
     """
 
@@ -36,7 +37,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        group: Group | None = None,
+        group: Group | DeviceMesh | None = None,
     ) -> None:
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled

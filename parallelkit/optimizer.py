@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from .buckets import GradientBuckets
@@ -41,7 +42,8 @@ class ShardedAdamW(Optimizer):
         params: as for torch.optim.AdamW: tensors, (name, tensor) pairs, or groups as dicts. Equal
             on every rank. They move into memory that all ranks of the host reach.
         lr, betas, eps, weight_decay, amsgrad, maximize: as there.
-        group: the ranks. Default: `data_parallel`'s, or all (`pk.init()`).
+        group: the ranks, a Group or one dimension of a DeviceMesh. Default: `data_parallel`'s, or
+            all (`pk.init()`).
         data_parallel: a `pk.DataParallel` that holds the parameters.
         max_grad_norm: clip the global gradient to this L2 norm, inside the step.
         state_dtype: torch.float32; torch.bfloat16, stochastically rounded; or "int8", 256 elements
@@ -71,7 +73,7 @@ class ShardedAdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
-        group: Group | None = None,
+        group: Group | DeviceMesh | None = None,
         data_parallel: DataParallel | None = None,
         amsgrad: bool = False,
         maximize: bool = False,
