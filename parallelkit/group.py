@@ -25,7 +25,7 @@ from .transport import CLOSED, Transport
 from .transport.choose import choose_transport
 from .transport.cuda_peer import CudaPeer
 
-__all__ = ["Group", "init"]
+__all__ = ["Group", "default_group", "group_of_id", "init"]
 
 _DEFAULT_TIMEOUT = timedelta(minutes=5)
 
@@ -57,7 +57,9 @@ class Group:
             "process-group".
 
     Raises:
-        InvalidArgumentError: an unknown algorithm, or one that differs between ranks.
+        InvalidArgumentError, InvalidTypeError: a bad device or timeout, or an algorithm that is
+            unknown or differs between ranks; on every rank.
+        UsageError: in a forked child of a rank.
     """
 
     def __init__(
@@ -103,7 +105,11 @@ class Group:
         timeout: timedelta | None = None,
         algorithm: str = "auto",
     ) -> Group:
-        """A group over a one-dimensional DeviceMesh, such as `mesh["dp"]`; arguments as `Group`."""
+        """A group over a one-dimensional DeviceMesh, such as `mesh["dp"]`; else as `Group`.
+
+        Raises:
+            As `Group`; InvalidArgumentError also where the mesh has several dimensions.
+        """
         if device_mesh.ndim != 1:
             raise InvalidArgumentError(
                 f"Group.from_mesh: device_mesh must have one dimension, got {device_mesh.ndim}; "
@@ -271,7 +277,12 @@ def init(device: torch.device | str | None = None, timeout: timedelta = _DEFAULT
     Args:
         device: default: the CPU, or this rank's GPU where CUDA works and torch.distributed does not
             say otherwise. Ranks beyond the number of GPUs share them, over gloo.
-        timeout: how long a collective waits for a late rank.
+        timeout: how long a collective waits for a late rank. Default: 5 minutes.
+
+    Raises:
+        InvalidArgumentError, InvalidTypeError: as `Group`; or the group of all ranks exists, on
+            another device.
+        CollectiveTimeoutError: rank 0 did not come.
     """
     global _default
     wanted = None if device is None else _existing(torch.device(device))
