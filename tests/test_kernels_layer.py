@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from kernels_oracle import Tracked, output, preactivation, through_slope
 
 from parallelkit.errors import UsageError
+from parallelkit.in_place import gradients_in_place
 from parallelkit.nn import linear_op, product_ops
 from parallelkit.nn.kernel_choice import use_kernels
-from parallelkit.nn.linear_op import gated_linear, gradients_in_place, linear, linear_into
+from parallelkit.nn.linear_op import gated_linear, linear, linear_into
 from parallelkit.nn.mlp_op import mlp
 
 FP32, FP64, FP16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16

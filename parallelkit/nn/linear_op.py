@@ -15,13 +15,24 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from parallelkit.errors import InvalidArgumentError, InvalidTypeError
-from parallelkit.in_place import gradient_buffer, gradients_in_place
+from parallelkit.in_place import gradient_buffer
 from parallelkit.nn import product_ops as ops
 from parallelkit.nn.kernel_choice import HALVES, current_kernels
 from parallelkit.nn.torch_products import ACTIVATIONS
 from parallelkit.ops import wide_dtype
 
-__all__ = ["gated_linear", "gradients_in_place", "linear", "linear_into"]
+__all__ = [
+    "cast_for_autocast",
+    "check",
+    "composed",
+    "differentiates",
+    "gated_linear",
+    "is_plain",
+    "linear",
+    "linear_into",
+    "parameter_gradients",
+    "rows",
+]
 
 Tensor = torch.Tensor
 
