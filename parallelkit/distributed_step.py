@@ -10,7 +10,7 @@ import torch
 from .adamw import MOMENTS, decode, encode, round_stochastically, update_
 from .group import Group
 from .ops import cpu, wide_dtype
-from .optimizer_layout import Buffer, Member, flat_view
+from .optimizer_layout import Buffer, Member, in_memory_order
 from .sharded_step import NativeStep, Squares, Step, Work, checked
 from .transport import REDUCTIONS, Call
 from .transport.choose import usable_cores
@@ -103,7 +103,7 @@ class DistributedStep:
         mine = torch.zeros(each, dtype=dtype, device=buffer.members[0].parameter.device)
         for member, start, stop in buffer.pieces(self._group.rank):
             at = member.offset - begin
-            mine[at + start : at + stop] = flat_view(member.parameter)[start:stop]
+            mine[at + start : at + stop] = in_memory_order(member.parameter)[start:stop]
         everybody = mine.new_empty(size * each)
         call = Call(each, 0, 1.0, 1.0, REDUCTIONS["mean"], False)
         prepared = transport.prepare([everybody])
@@ -113,7 +113,9 @@ class DistributedStep:
             for member, start, stop in buffer.pieces(rank):
                 if rank != self._group.rank and member in self._work:
                     at = base + member.offset
-                    flat_view(member.parameter)[start:stop] = everybody[at + start : at + stop]
+                    in_memory_order(member.parameter)[start:stop] = everybody[
+                        at + start : at + stop
+                    ]
 
 
 class TorchStep:
@@ -125,7 +127,7 @@ class TorchStep:
 
     def _gradient(self, member: Member, scale: float) -> torch.Tensor:
         """Of the owned elements, float32 or wider."""
-        grad = flat_view(self._work[member][0])
+        grad = in_memory_order(self._work[member][0])
         if len(grad) == member.numel:  # not of the owned elements alone
             grad = grad[member.start : member.stop]
         factor = torch.tensor(scale, dtype=torch.float64, device=grad.device)
@@ -145,7 +147,7 @@ class TorchStep:
 
     def _update(self, member: Member, grad: torch.Tensor) -> None:
         state, setting = member.state, self._work[member][1]
-        param = flat_view(member.local)[member.start : member.stop]
+        param = member.owned(member.local)
         value = state.get("master_param")
         if value is None:
             value = param.to(grad.dtype)  # itself where it is float32

@@ -19,7 +19,7 @@ from .adamw import BLOCK
 from .buckets import LINE_BYTES, Bucket, GradientBuckets, Spec
 from .group import Group
 
-__all__ = ["Buffer", "Member", "flat_view", "local_of", "place", "place_like_gradients"]
+__all__ = ["Buffer", "Member", "in_memory_order", "local_of", "place", "place_like_gradients"]
 
 _BUFFER_BYTES = 64 << 20  # no buffer is larger, unless one parameter is
 
@@ -55,6 +55,10 @@ class Member:
     def split(self) -> bool:
         """Whether other tensor-parallel ranks hold other parts of it."""
         return getattr(self.parameter, "tp_group", None) is not None
+
+    def owned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank owns of the parameter or of a tensor laid out like it, [n]."""
+        return in_memory_order(tensor)[self.start : self.stop]
 
     def within(self, begin: int, end: int) -> tuple[int, int]:
         """What [begin, end) of the buffer covers of it, in its own elements."""
@@ -113,7 +117,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor in the order of memory, [n]."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 

@@ -18,7 +18,7 @@ from .collectives import all_gather_flat
 from .errors import InvalidArgumentError
 from .group import Group
 from .ops import wide_dtype
-from .optimizer_layout import Buffer, Member, flat_view, local_of
+from .optimizer_layout import Buffer, Member, local_of
 
 __all__ = [
     "ENTRIES",
@@ -76,7 +76,7 @@ class StateFormat:
             if name in entries:
                 encode(name, entries[name], state)
         if self._masters and parameter.dtype in (torch.bfloat16, torch.float16):
-            own = flat_view(parameter)[member.start : member.stop]
+            own = member.owned(parameter)
             state["master_param"] = entries.get("master_param", own).to(torch.float32, copy=True)
         member.state = state
         given = "master_param" in entries  # of parameters that may be loaded yet
@@ -90,7 +90,7 @@ def refresh_master(member: Member) -> None:
     masters are read.
     """
     if "master_param" in member.state and member.parameter._version != member.version:
-        now = flat_view(member.local)[member.start : member.stop]
+        now = member.owned(member.local)
         master = member.state["master_param"]
         changed = master.to(now.dtype) != now
         master.copy_(torch.where(changed, now.float(), master))
@@ -251,5 +251,5 @@ def owned_entry(member: Member, entry: Mapping[str, Any]) -> tuple[float, dict[s
         if name in entry:
             ordered = torch.empty_like(local, dtype=wide_dtype(local.dtype))
             ordered.copy_(local_of(entry[name]))
-            owned[name] = flat_view(ordered)[member.start : member.stop]
+            owned[name] = member.owned(ordered)
     return float(entry.get("step", 0.0)), owned
