@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .arguments import Weight
 from .collectives import weighted_all_reduce_
 from .group import Group, default_group
+from .prepared import fulfil
 from .transport.cuda_peer import CudaPeer
 
 __all__ = ["WeightedMean", "ddp_comm_hook"]
@@ -60,7 +61,8 @@ def _average(
     state: WeightedMean,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    gradients, weight = bucket.buffer(), state.weight
+    gradients: torch.Tensor = bucket.buffer()
+    weight = state.weight
     if isinstance(state.group._transport, CudaPeer):  # ordered by streams, without a thread
         work = weighted_all_reduce_(gradients, weight, state.group, async_op=True)
         return work.get_future().then(lambda _: gradients)
@@ -70,13 +72,13 @@ def _average(
     )
     stream = torch.cuda.stream(torch.cuda.current_stream()) if on_gpu else nullcontext()
 
+    def average() -> torch.Tensor:
+        weighted_all_reduce_(gradients, weight, state.group)
+        return gradients
+
     def run() -> None:
-        try:
-            with stream:
-                weighted_all_reduce_(gradients, weight, state.group)
-                future.set_result(gradients)
-        except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+        with stream:
+            fulfil(future, average)
 
     state._thread.submit(run)
     return future

@@ -23,7 +23,7 @@ from .layout import COPY, copy_back, flat_view, is_flat
 from .transport import Call, Pending, Reply
 from .transport.cuda_peer import CudaPeer
 
-__all__ = ["PreparedAllReduce", "Work", "weight_for"]
+__all__ = ["PreparedAllReduce", "Work", "fulfil", "weight_for"]
 
 
 class Work:
@@ -55,18 +55,22 @@ class Work:
         devices: list[int | str | torch.device] = list(self._pending.devices)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 
-        def complete() -> None:
-            try:
-                future.set_result(self.wait())
-            except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
-
         if devices:  # `wait` only orders the current stream: here one that nobody else uses
             with torch.cuda.stream(torch.cuda.Stream(devices[0])):
-                complete()
+                fulfil(future, self.wait)
         else:
-            threading.Thread(target=complete, daemon=True).start()
+            threading.Thread(target=fulfil, args=(future, self.wait), daemon=True).start()
         return future
+
+
+def fulfil(
+    future: torch.futures.Future[torch.Tensor], promised: Callable[[], torch.Tensor]
+) -> None:
+    """Give a future what was promised, or the error that came instead."""
+    try:
+        future.set_result(promised())
+    except Exception as error:
+        future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
 
 class PreparedAllReduce:
