@@ -19,6 +19,8 @@
 //     bool ok() const; void give_up();         shared by the rank's threads, read after a sync
 #pragma once
 
+#include <initializer_list>
+
 #include "schedule.h"
 
 #if defined(__CUDACC__)
@@ -71,6 +73,18 @@ struct Header {
   double weight = 1.0;          // items that this rank's values stand for
   double scale = 1.0;           // a factor its values still need
   std::uint64_t fault = 0;      // not 0: this rank's caller gave something it must refuse
+};
+
+// Header::placement: FNV-1a, word by word, over (segment, offset) of each tensor; never 0.
+class PlacementHash {
+ public:
+  void add(std::uint64_t segment, std::uint64_t offset) {
+    for (const std::uint64_t word : {segment, offset}) hash_ = (hash_ ^ word) * 0x100000001b3u;
+  }
+  std::uint64_t value() const { return hash_ ? hash_ : 1; }
+
+ private:
+  std::uint64_t hash_ = 0xcbf29ce484222325u;
 };
 
 struct alignas(kLine) Signal {

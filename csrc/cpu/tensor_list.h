@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "../schedule.h"
+#include "../protocol.h"
 #include "segment.h"
 
 namespace pk {
@@ -37,7 +37,7 @@ class TensorList {
   // Find each tensor in the group's shared memory. placement() stays 0 unless all are there.
   void locate(const std::vector<std::shared_ptr<Segment>>& segments,
               const std::vector<std::uint64_t>& names, int rank) {
-    std::uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a over (segment, offset), word by word
+    PlacementHash placement;
     bool all = !spans_.empty();
     for (Span& span : spans_) {
       bool found = span.bytes == 0;
@@ -48,14 +48,12 @@ class TensorList {
         if (std::find(held_.begin(), held_.end(), segments[i]) == held_.end()) {
           held_.push_back(segments[i]);
         }
-        for (const std::uint64_t word : {names[i], std::uint64_t(span.data - slab)}) {
-          hash = (hash ^ word) * 0x100000001b3u;
-        }
+        placement.add(names[i], std::uint64_t(span.data - slab));
         found = true;
       }
       all = all && found;
     }
-    placement_ = all && bytes_ > 0 ? std::max<std::uint64_t>(hash, 1) : 0;
+    placement_ = all && bytes_ > 0 ? placement.value() : 0;
   }
 
   std::uint64_t bytes() const { return bytes_; }

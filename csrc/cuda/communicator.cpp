@@ -184,8 +184,7 @@ TensorList Communicator::tensors(
   return TensorList(device_, std::move(spans), all && begin > 0 ? placement.value() : 0);
 }
 
-// --- calls
-// ----------------------------------------------------------------------------------------
+// --- calls -------------------------------------------------------------------------------------
 
 int Communicator::blocks_for(std::uint64_t bytes) const {
   return int(max_u64(1, min_u64(std::uint64_t(blocks_), ceil_div(bytes, kBytesPerBlock))));
@@ -278,8 +277,7 @@ void Communicator::sharded_step(const ShardedStep& step, Entry entry, const Step
   submit(work, stream);
 }
 
-// --- what went wrong
-// --------------------------------------------------------------------------------
+// --- what went wrong ---------------------------------------------------------------------------
 
 std::pair<Outcome, int> Communicator::status() {
   if (!host_) return {Outcome::done, -1};

@@ -27,18 +27,6 @@ struct Segment {
   int slot;            // in Endpoint::segments
 };
 
-// FNV-1a, word by word, over places in segments; never 0.
-class PlacementHash {
- public:
-  void add(std::uint64_t segment, std::uint64_t offset) {
-    for (const std::uint64_t word : {segment, offset}) hash_ = (hash_ ^ word) * 0x100000001b3u;
-  }
-  std::uint64_t value() const { return hash_ ? hash_ : 1; }
-
- private:
-  std::uint64_t hash_ = 0xcbf29ce484222325u;
-};
-
 // Where a stretch of this rank's memory lies in a segment.
 struct Place {
   const Segment* segment;
