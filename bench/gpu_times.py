@@ -244,12 +244,12 @@ def fused_pass(bench: Bench, size: int, name: str, clipped: bool) -> None:
             bucket.flat.copy_(random(len(bucket.flat), 16 * index + group.rank, bench.device, g_of))
 
         def step() -> None:
-            for slot in buckets.slots:
+            for slot in buckets.slot_of.values():
                 slot.used = True
             buckets.weight = 1.0 + group.rank
             optimizer.step()
 
-        slot = next(s for s in buckets.slots if s.parameter is module[0])
+        slot = buckets.slot_of[module[0]]
         parts = group._gather_objects(edges(slot.view.view(-1)))  # sums, not means
         gradient = sum(parts) / (size * (size + 1) / 2)
         step()

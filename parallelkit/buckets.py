@@ -71,7 +71,8 @@ class Slot:
 
     name: str
     parameter: torch.Tensor
-    offset: int  # in elements of the bucket
+    bucket: int  # number of the bucket
+    offset: int  # in elements of it
     numel: int
     view: torch.Tensor
     rounded: torch.Tensor | None  # the mean in the parameter's dtype, where the bucket is wider
@@ -130,9 +131,13 @@ class Bucket:
 
     @classmethod
     def make(
-        cls, members: Sequence[tuple[Spec, torch.Tensor]], dtype: torch.dtype, group: Group
+        cls,
+        number: int,
+        members: Sequence[tuple[Spec, torch.Tensor]],
+        dtype: torch.dtype,
+        group: Group,
     ) -> Bucket:
-        """A bucket of `dtype` for the members. Collective."""
+        """The bucket of this number, of `dtype`, for the members. Collective."""
         line = max(1, LINE_BYTES // dtype.itemsize)
         offsets, end = [], 0
         for spec, _ in members:
@@ -145,8 +150,8 @@ class Bucket:
         for (spec, parameter), offset in zip(members, offsets, strict=True):
             view = flat.as_strided(spec.shape, spec.stride, offset)
             rounded = None if narrow is None else narrow.as_strided(spec.shape, spec.stride, offset)
-            numel = math.prod(spec.shape)
-            slots.append(Slot(spec.name, parameter, offset, numel, view, rounded, parameter.dtype))
+            place = number, offset, math.prod(spec.shape)
+            slots.append(Slot(spec.name, parameter, *place, view, rounded, parameter.dtype))
         return cls(flat, slots, narrow, PreparedAllReduce(flat, group, "sum"))
 
     def settle(self, private: bool) -> None:
@@ -179,6 +184,7 @@ class GradientBuckets:
     def __init__(self, group: Group, bucket_bytes: int, grad_dtype: torch.dtype | None) -> None:
         self._group, self._bucket_bytes, self._grad_dtype = group, bucket_bytes, grad_dtype
         self._buckets: list[Bucket] = []
+        self.slot_of: dict[torch.Tensor, Slot] = {}  # by parameter, bucket by bucket
         self.private = False  # nobody but an optimizer sees the gradients, and `.grad` is None
         self.weight, self.reference = 0.0, 1.0
         self.total_weight = torch.zeros((), dtype=torch.float64, device=group.device)
@@ -191,11 +197,6 @@ class GradientBuckets:
 
     def __getitem__(self, index: int) -> Bucket:
         return self._buckets[index]
-
-    @property
-    def slots(self) -> list[Slot]:
-        """All slots, bucket by bucket."""
-        return [slot for bucket in self._buckets for slot in bucket.slots]
 
     def append(self, members: Sequence[tuple[Spec, torch.Tensor]]) -> None:
         """Place more parameters, the last first, as backward brings them. Collective."""
@@ -211,7 +212,9 @@ class GradientBuckets:
             filled[spec.dtype] = filled.get(spec.dtype, 0) + size
         for part in [*parts, *filling.values()]:
             dtype = self._sum_dtype(part[0][0].dtype)
-            self._buckets.append(Bucket.make(part, dtype, self._group))
+            bucket = Bucket.make(len(self._buckets), part, dtype, self._group)
+            self._buckets.append(bucket)
+            self.slot_of |= {slot.parameter: slot for slot in bucket.slots}
 
     def _sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.promote_types(dtype, self._grad_dtype) if self._grad_dtype else dtype
@@ -247,7 +250,9 @@ class GradientBuckets:
     @contextlib.contextmanager
     def in_sight(self) -> Iterator[None]:
         """Let a backward pass see sums that are private, and so add to them in place."""
-        seen = [s for s in self.slots if self.private and s.used and s.parameter.grad is None]
+        seen = [
+            s for s in self.slot_of.values() if self.private and s.used and s.parameter.grad is None
+        ]
         for slot in seen:
             slot.show(slot.view)
         try:
@@ -294,7 +299,7 @@ class GradientBuckets:
     def reset(self) -> None:
         """Forget the sums."""
         self.weight, self.reference = 0.0, 1.0
-        for slot in self.slots:
+        for slot in self.slot_of.values():
             slot.used = False
 
 

@@ -75,8 +75,6 @@ class GradientSync:
         self.enabled = True  # False within no_sync
         self._module, self._group, self._buckets = module, group, buckets
         self._broadcast_buffers = broadcast_buffers
-        self._index: dict[Slot, int] = {}  # which bucket a slot lies in
-        self._slots: dict[torch.Tensor, Slot] = {}
         self._waiting = dict(module.named_parameters())  # in no bucket: frozen on every rank
         self._hooks = GradientHooks(module.parameters(), self._receive)
         trainable = [p.requires_grad for p in self._waiting.values()]
@@ -93,11 +91,7 @@ class GradientSync:
         mine = [Spec.of(name, p) for name, p in zip(names, parameters, strict=True)]
         specs = self._group._gather_objects(mine, "DataParallel")[0]
         self._buckets.append(list(zip(specs, parameters, strict=True)))
-        self._index = {
-            slot: index for index, bucket in enumerate(self._buckets) for slot in bucket.slots
-        }
-        self._slots = {slot.parameter: slot for slot in self._index}
-        flags = len(self._index) + self._group.size + len(self._waiting)
+        flags = len(self._buckets.slot_of) + self._group.size + len(self._waiting)
         # Who used which parameter, had work, has thawed what. A weight of 2^40 leaves 2^-40 of it.
         self._flags = self._group._hosts.empty(flags, dtype=torch.float64).zero_()
         self._flags_reduction = PreparedAllReduce(self._flags, self._group._hosts, "sum")
@@ -155,7 +149,7 @@ class GradientSync:
         """Drop what was accumulated, and all gradients."""
         self._buckets.reset()
         self._reduced = False
-        for parameter in (*self._slots, *self._waiting.values()):
+        for parameter in (*self._buckets.slot_of, *self._waiting.values()):
             parameter.grad = None
 
     def _finish_leftover(self) -> None:
@@ -169,8 +163,7 @@ class GradientSync:
             raise UsageError(
                 "DataParallel: another DataParallel has wrapped these parameters; use that one"
             )
-        for slot in self._index:
-            parameter = slot.parameter
+        for parameter, slot in self._buckets.slot_of.items():
             if parameter.dtype != slot.dtype or parameter.device.type != self._group.device.type:
                 raise UsageError(
                     f"DataParallel: {slot.name} was {slot.dtype} on {self._group.device} when it "
@@ -226,7 +219,7 @@ class GradientSync:
 
     def _receive(self, parameter: torch.Tensor) -> None:
         """Autograd has written a gradient."""
-        slot = self._slots.get(parameter)
+        slot = self._buckets.slot_of.get(parameter)
         this = self._pass or self._enter_plain(self.enabled, slot)
         if not this.received:
             this.received = True
@@ -235,8 +228,7 @@ class GradientSync:
                 self._buckets.open_plain()
         if slot is None:
             return  # thawed: it has no place before the end of the next sync
-        index = self._index[slot]
-        if index < len(this.works):
+        if slot.bucket < len(this.works):
             self._overlap = False
             raise UsageError(
                 f"{_BACKWARD}: a second gradient came for {slot.name} when its bucket had "
@@ -249,7 +241,7 @@ class GradientSync:
             this.streams.add(torch.cuda.current_stream(slot.view.device))
         if torch._C._current_graph_task_id() != this.task:
             self._overlap = False  # a reentrant checkpoint: another such may add to this one yet
-        self._buckets[index].missing -= 1
+        self._buckets[slot.bucket].missing -= 1
         if this.sync and self._overlap and self._has_synced:
             while (
                 len(this.works) < len(self._buckets) and not self._buckets[len(this.works)].missing
@@ -267,7 +259,7 @@ class GradientSync:
                 bucket.settle(buckets.private)
             work = bucket.reduction.start(buckets.weight, buckets.reference, fault)
         else:
-            used = [slot.used for slot in self._index]
+            used = [slot.used for slot in buckets.slot_of.values()]
             working = [rank == self._group.rank for rank in range(self._group.size)]
             thawed = [parameter.requires_grad for parameter in self._waiting.values()]
             self._flags.copy_(torch.tensor([*used, *working, *thawed]))  # not read of weight 0
@@ -317,7 +309,7 @@ class GradientSync:
             raise errors[0]
         flags = iter(self._flags.gt(0).tolist())
         return totals[0], _Told(
-            used=[next(flags) for _ in self._index],
+            used=[next(flags) for _ in self._buckets.slot_of],
             working=[rank for rank in range(self._group.size) if next(flags)],
             thawed=[name for name in self._waiting if next(flags)],
         )

@@ -225,8 +225,8 @@ class ShardedAdamW(Optimizer):
         groups = self._group_of()
         self._options = {member: groups[p] for p, member in self.members.items()}
         if self._buckets is not None:
-            slots = {slot.parameter: slot for slot in self._buckets.slots}
-            self._slots = {member: slots[p] for p, member in self.members.items()}
+            slot_of = self._buckets.slot_of
+            self._slots = {member: slot_of[p] for p, member in self.members.items()}
         averaged = self._buckets is None
         if isinstance(self.group._transport, CudaPeer):
             return DeviceStep(self._buffers, self.group, averaged)

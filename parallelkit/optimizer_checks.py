@@ -64,7 +64,7 @@ def check_parameter(
     device = local_of(p).device
     if device.type != group.device.type:
         raise InvalidArgumentError(f"ShardedAdamW: {name} must be on {group.device}, got {device}")
-    if buckets is not None and p not in {s.parameter for s in buckets.slots}:
+    if buckets is not None and p not in buckets.slot_of:
         raise InvalidArgumentError(
             f"ShardedAdamW: {name} is not a parameter of data_parallel; "
             "give it an optimizer of its own"

@@ -63,7 +63,7 @@ def test_only_the_first_micro_batch_makes_temporaries(grad_dtype, sharded, tempo
             buckets = model._buckets
             buckets.settle()
             share = buckets.reference / buckets.weight
-            found = {slot.name: slot.view * share for slot in buckets.slots}
+            found = {slot.name: slot.view * share for slot in buckets.slot_of.values()}
         else:
             found = {name: p.grad for name, p in model.named_parameters()}
         assert worst(found, expected) <= CLOSE

@@ -253,7 +253,7 @@ def meet_nan(group: pk.Group, fused: bool) -> tuple[int, list[str], list[str]]:
         warnings.simplefilter("always")
         for step in range(3):
             backward(step)
-            where = model._buckets.slots if fused else []
+            where = model._buckets.slot_of.values() if fused else []
             for slot in where:
                 if slot.name == "4.weight" and group.rank == 1:
                     slot.view[1, 7] = torch.inf

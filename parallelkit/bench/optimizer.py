@@ -203,13 +203,12 @@ def _one_pass(
     optimizer = ShardedAdamW(parameters, data_parallel=model, **_OPTIONS, **more)
     buckets = optimizer._buckets
     assert buckets is not None
-    places = dict(zip(parameters, cuts, strict=True))
-    for slot in buckets.slots:
-        slot.view.copy_(setting.gradient[slice(*places[slot.parameter])])  # type: ignore[index]
+    for parameter, cut in zip(parameters, cuts, strict=True):
+        buckets.slot_of[parameter].view.copy_(setting.gradient[slice(*cut)])
 
     def step() -> None:
         """What backward leaves behind, then the step; gradients stay for the next."""
-        for slot in buckets.slots:
+        for slot in buckets.slot_of.values():
             slot.used = True
         buckets.weight = buckets.reference = setting.weight
         optimizer.step()
