@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from ..cli import positive
 from ..collectives import all_gather_flat, shard_bounds, weighted_reduce_scatter
 from ..data_parallel import DataParallel
-from ..errors import InvalidArgumentError, ParallelKitError
+from ..errors import InvalidArgumentError
 from ..group import Group
 from ..host_step import HostStep
 from ..optimizer import ShardedAdamW
@@ -35,12 +35,12 @@ from ..sharded_step import NativeStep
 from ..testing import run_ranks
 from .collectives import gpt_cuts
 from .measure import Candidate, environment, interleaved, pin
+from .problem import OPTIONS, Problem
 from .zero import LOSS, OURS, whole_steps
 
 __all__ = ["add_arguments", "run"]
 
 _OURS, _GLOO, _FLOOR = "one pass", "Gloo, torch fused AdamW", "floor"
-_OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
 _FEWEST = 100_000  # FSDP2 cannot take parameters without elements
 _BUCKET = 25 << 18  # float32 elements of 25 MB
 
@@ -88,77 +88,33 @@ def run(arguments: argparse.Namespace) -> int:
 # -- several ranks ---------------------------------------------------------------------------------
 
 
-class _Setting:
-    """Parameters, gradients and weights that every candidate gets."""
-
-    def __init__(self, group: Group, numel: int) -> None:
-        self.group, self.numel, self.cuts = group, numel, gpt_cuts(numel)
-        self.weight, self.total = float(group.rank + 1), sum(range(1, group.size + 1))
-        self.start = torch.randn(numel, generator=torch.Generator().manual_seed(99))
-        self.gradients = [
-            torch.randn(numel, generator=torch.Generator().manual_seed(r))
-            for r in range(group.size)
-        ]
-        self.gradient = self.gradients[group.rank]
-
-    def parameters(self, cuts: list[tuple[int, int]]) -> list[nn.Parameter]:
-        """New ones."""
-        return [nn.Parameter(self.start[a:b].clone()) for a, b in cuts]
-
-    def check(
-        self, name: str, parameters: Sequence[torch.Tensor], cuts: list[tuple[int, int]]
-    ) -> None:
-        """Compare the first and the last tensor with one step in float64.
-
-        An element may be off by some roundings of itself, and by what the rounding of its mean
-        gradient does to the first step lr g / (|g| + eps), which is a lot only where g is nearly 0.
-        """
-        u, lr, eps = 2.0**-24, _OPTIONS["lr"], _OPTIONS["eps"]
-        for index in (0, -1):
-            part = slice(*cuts[index])
-            shares = [(r + 1) / self.total * g[part].double() for r, g in enumerate(self.gradients)]
-            mean = torch.stack(shares).sum(0)
-            exact = nn.Parameter(self.start[part].double())
-            exact.grad = mean
-            torch.optim.AdamW([exact], **_OPTIONS).step()
-            rounding = (self.group.size + 2) * u * torch.stack(shares).abs().sum(0)
-            least = (mean.abs() - rounding).clamp(min=0) + eps
-            bound = 8 * u * (exact.detach().abs() + lr) + lr * (rounding * eps / least**2).clamp(
-                max=2
-            )
-            error = (parameters[index].detach().double() - exact.detach()).abs()
-            if not bool((error <= bound).all()):
-                worst = float((error / bound).max())
-                raise ParallelKitError(f"bench optimizer: {name} is wrong by {worst:g} bounds")
-
-
 def _measure_steps(group: Group, numel: int, rounds: int) -> dict[str, Any]:
     pin(group.rank)
     with Group() as pinned, Group(_alone()) as alone:
-        setting = _Setting(pinned, numel)
+        problem = Problem(pinned, numel)
         candidates: dict[str, Candidate] = {}
         optimizers: dict[str, ShardedAdamW] = {}
         for name, cuts, more in (
-            (_OURS, setting.cuts, {"skip_nonfinite": False}),
+            (_OURS, problem.cuts, {"skip_nonfinite": False}),
             ("one pass, one tensor", [(0, numel)], {"skip_nonfinite": False}),
-            ("one pass + finite check", setting.cuts, {}),
-            ("one pass, clipped", setting.cuts, {"max_grad_norm": 1e9}),
+            ("one pass + finite check", problem.cuts, {}),
+            ("one pass, clipped", problem.cuts, {"max_grad_norm": 1e9}),
         ):
-            step, parameters, optimizers[name] = _one_pass(setting, cuts, more)
+            step, parameters, optimizers[name] = _one_pass(problem, cuts, more)
             step()
-            setting.check(name, parameters, cuts)
+            problem.check(name, parameters, cuts)
             candidates[name] = step
         for name, make in (
             (_GLOO, _gloo),
             ("Gloo, ZeroRedundancy", _zero_redundancy),
         ):
-            step, parameters = make(setting)
+            step, parameters = make(problem)
             step()
-            setting.check(name, parameters, setting.cuts)
+            problem.check(name, parameters, problem.cuts)
             candidates[name] = step
-        step, parameters = _apart(setting, alone)
+        step, parameters = _apart(problem, alone)
         step()
-        setting.check("ours, apart", parameters, [(0, numel)])
+        problem.check("ours, apart", parameters, [(0, numel)])
         candidates["ours, apart"] = step
         moved = {name: _counted(optimizers[name], candidates[name]) for name in optimizers}
         share = int(moved[_OURS] * numel / pinned.size / 8)
@@ -171,21 +127,7 @@ def _measure_steps(group: Group, numel: int, rounds: int) -> dict[str, Any]:
 def _measure_whole(group: Group, numel: int, rounds: int) -> dict[str, float]:
     pin(group.rank)
     with Group() as pinned:
-        setting = _Setting(pinned, numel)
-
-        def check(name: str, parameters: list[torch.Tensor]) -> None:
-            setting.check(name, parameters, setting.cuts)
-
-        candidates = whole_steps(
-            pinned,
-            setting.start,
-            setting.gradient,
-            setting.weight,
-            float(setting.total),
-            setting.cuts,
-            _OPTIONS,
-            check,
-        )
+        candidates = whole_steps(Problem(pinned, numel))
         return interleaved(pinned, candidates, rounds, "whole steps")
 
 
@@ -196,21 +138,21 @@ def _alone() -> Any:
 
 
 def _one_pass(
-    setting: _Setting, cuts: list[tuple[int, int]], more: dict[str, Any]
+    problem: Problem, cuts: list[tuple[int, int]], more: dict[str, Any]
 ) -> tuple[Candidate, list[nn.Parameter], ShardedAdamW]:
-    parameters = setting.parameters(cuts)
-    model = DataParallel(nn.ParameterList(parameters), setting.group)
-    optimizer = ShardedAdamW(parameters, data_parallel=model, **_OPTIONS, **more)
+    parameters = problem.parameters(cuts)
+    model = DataParallel(nn.ParameterList(parameters), problem.group)
+    optimizer = ShardedAdamW(parameters, data_parallel=model, **OPTIONS, **more)
     buckets = optimizer._buckets
     assert buckets is not None
     for parameter, cut in zip(parameters, cuts, strict=True):
-        buckets.slot_of[parameter].view.copy_(setting.gradient[slice(*cut)])
+        buckets.slot_of[parameter].view.copy_(problem.gradient[slice(*cut)])
 
     def step() -> None:
         """What backward leaves behind, then the step; gradients stay for the next."""
         for slot in buckets.slot_of.values():
             slot.used = True
-        buckets.weight = buckets.reference = setting.weight
+        buckets.weight = buckets.reference = problem.weight
         optimizer.step()
 
     return step, parameters, optimizer
@@ -227,21 +169,21 @@ def _counted(optimizer: ShardedAdamW, step: Candidate) -> float:
     return float(sum(moved)) / sum(p.numel() for p in optimizer.parameters())
 
 
-def _averaged(setting: _Setting) -> tuple[Callable[[], None], list[nn.Parameter]]:
+def _averaged(problem: Problem) -> tuple[Callable[[], None], list[nn.Parameter]]:
     """Gradients in buckets and their weighted mean over Gloo."""
-    parameters = setting.parameters(setting.cuts)
+    parameters = problem.parameters(problem.cuts)
     buckets: list[torch.Tensor] = []
     filling: list[tuple[nn.Parameter, tuple[int, int]]] = []
 
     def close() -> None:
         begin = filling[0][1][0]
-        bucket = setting.gradient[begin : filling[-1][1][1]].clone()
+        bucket = problem.gradient[begin : filling[-1][1][1]].clone()
         buckets.append(bucket)
         for parameter, (a, b) in filling:
             parameter.grad = bucket[a - begin : b - begin]
         filling.clear()
 
-    for parameter, cut in zip(parameters, setting.cuts, strict=True):
+    for parameter, cut in zip(parameters, problem.cuts, strict=True):
         if filling and cut[1] - filling[0][1][0] > _BUCKET:
             close()
         filling.append((parameter, cut))
@@ -249,16 +191,16 @@ def _averaged(setting: _Setting) -> tuple[Callable[[], None], list[nn.Parameter]
 
     def average() -> None:
         for bucket in buckets:
-            bucket.mul_(setting.weight)
+            bucket.mul_(problem.weight)
             dist.all_reduce(bucket)
-            bucket.div_(setting.total)
+            bucket.div_(problem.total)
 
     return average, parameters
 
 
-def _gloo(setting: _Setting) -> tuple[Candidate, list[nn.Parameter]]:
-    average, parameters = _averaged(setting)
-    optimizer = torch.optim.AdamW(parameters, fused=True, **_OPTIONS)
+def _gloo(problem: Problem) -> tuple[Candidate, list[nn.Parameter]]:
+    average, parameters = _averaged(problem)
+    optimizer = torch.optim.AdamW(parameters, fused=True, **OPTIONS)
 
     def step() -> None:
         average()
@@ -267,10 +209,10 @@ def _gloo(setting: _Setting) -> tuple[Candidate, list[nn.Parameter]]:
     return step, parameters
 
 
-def _zero_redundancy(setting: _Setting) -> tuple[Candidate, list[nn.Parameter]]:
-    average, parameters = _averaged(setting)
+def _zero_redundancy(problem: Problem) -> tuple[Candidate, list[nn.Parameter]]:
+    average, parameters = _averaged(problem)
     optimizer = ZeroRedundancyOptimizer(
-        parameters, optimizer_class=torch.optim.AdamW, fused=True, **_OPTIONS
+        parameters, optimizer_class=torch.optim.AdamW, fused=True, **OPTIONS
     )
 
     def step() -> None:
@@ -280,18 +222,18 @@ def _zero_redundancy(setting: _Setting) -> tuple[Candidate, list[nn.Parameter]]:
     return step, parameters
 
 
-def _apart(setting: _Setting, alone: Group) -> tuple[Candidate, list[nn.Parameter]]:
+def _apart(problem: Problem, alone: Group) -> tuple[Candidate, list[nn.Parameter]]:
     """Our collectives and our kernel, as three passes."""
-    group, numel = setting.group, setting.numel
-    gradient, whole = group.empty(numel).copy_(setting.gradient), group.empty(numel)
-    whole.copy_(setting.start)
+    group, numel = problem.group, problem.numel
+    gradient, whole = group.empty(numel).copy_(problem.gradient), group.empty(numel)
+    whole.copy_(problem.start)
     start, stop = shard_bounds(numel, group.size, group.rank)
     shard = nn.Parameter(whole[start:stop].clone())
     shard.grad = torch.empty_like(shard)
-    optimizer = ShardedAdamW([shard], group=alone, skip_nonfinite=False, **_OPTIONS)
+    optimizer = ShardedAdamW([shard], group=alone, skip_nonfinite=False, **OPTIONS)
 
     def step() -> None:
-        weighted_reduce_scatter(gradient, setting.weight, group, out=shard.grad)
+        weighted_reduce_scatter(gradient, problem.weight, group, out=shard.grad)
         optimizer.step()
         all_gather_flat(shard.detach(), numel, group, out=whole)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,9 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..data_parallel import DataParallel
-from ..group import Group
 from ..optimizer import ShardedAdamW
 from .measure import Candidate
+from .problem import OPTIONS, Problem
 
 __all__ = ["LOSS", "OURS", "whole_steps"]
 
@@ -31,7 +31,7 @@ OURS = "DataParallel + ShardedAdamW"
 _BLOCKS = 12  # FSDP2 gathers and scatters block by block, as its users have it do for layers
 
 Cuts = list[tuple[int, int]]
-Check = Callable[[str, list[torch.Tensor]], None]
+Parameters = Callable[[], Sequence[torch.Tensor]]  # as they are now, each whole
 
 
 class _Given(torch.autograd.Function):
@@ -77,80 +77,72 @@ class _Model(nn.Module):
         return torch.stack([block() for block in self.blocks]).sum()
 
 
-def whole_steps(
-    group: Group,
-    start: torch.Tensor,
-    gradient: torch.Tensor,
-    weight: float,
-    total: float,
-    cuts: Cuts,
-    options: dict[str, Any],
-    check: Check,
-) -> dict[str, Candidate]:
-    """One call each: loss, backward and step. Their first step is checked.
-
-    Args:
-        group: the ranks.
-        start: the parameters, [n].
-        gradient: of this rank's loss, [n].
-        weight: of this rank's loss.
-        total: of all weights.
-        cuts: where each parameter begins and ends in them.
-        options: of AdamW.
-        check: raises unless the parameters, one after another, are those after one step.
-    """
-    scaled = gradient * (weight / total * group.size)  # the others average over ranks
-    local = _Model(start, gradient, cuts)
+def whole_steps(problem: Problem) -> dict[str, Candidate]:
+    """One call each: loss, backward and step. Their first step is checked."""
+    local = _model(problem, problem.gradient)
 
     def step_loss() -> None:
         local().backward()
         local.zero_grad()
 
     candidates: dict[str, Candidate] = {LOSS: step_loss}
-
-    model = DataParallel(_Model(start, gradient, cuts), group)
-    ours = ShardedAdamW(model.parameters(), data_parallel=model, skip_nonfinite=False, **options)
-
-    def step_ours() -> None:
-        model.backward(model(), weight)
-        ours.step()
-
-    step_ours()
-    check(OURS, [p.detach() for p in model.parameters()])
-    candidates[OURS] = step_ours
-
-    sharded = _Model(start, scaled, cuts)
-    for block in sharded.blocks:
-        fully_shard(block)
-    fully_shard(sharded)
-    torch_adamw = torch.optim.AdamW(sharded.parameters(), fused=True, **options)
-
-    def step_fsdp() -> None:
-        sharded().backward()
-        torch_adamw.step()
-        torch_adamw.zero_grad()
-
-    step_fsdp()
-    check("FSDP2", [cast(DTensor, p).full_tensor() for p in sharded.parameters()])
-    candidates["FSDP2, torch fused AdamW"] = step_fsdp
-
+    candidates[OURS] = _checked(problem, OURS, *_ours(problem))
+    name = "FSDP2, torch fused AdamW"
+    candidates[name] = _checked(problem, name, *_fsdp(problem))
     if importlib.util.find_spec("deepspeed") is not None:
         for stage in (1, 2):
-            engine = _deepspeed(group, _Model(start, scaled, cuts), stage, options)
-
-            def step_deepspeed(engine: Any = engine) -> None:
-                engine.backward(engine())
-                engine.step()
-
             name = f"DeepSpeed ZeRO-{stage}, torch fused AdamW"
-            step_deepspeed()
-            check(name, [p.detach() for p in engine.module.parameters()])
-            candidates[name] = step_deepspeed
+            candidates[name] = _checked(problem, name, *_deepspeed(problem, stage))
     return candidates
 
 
-def _deepspeed(group: Group, model: nn.Module, stage: int, options: dict[str, Any]) -> Any:
+def _model(problem: Problem, gradient: torch.Tensor) -> _Model:
+    return _Model(problem.start, gradient, problem.cuts)
+
+
+def _weighted(problem: Problem) -> _Model:
+    """The model for those who average over ranks."""
+    return _model(problem, problem.gradient * (problem.weight / problem.total * problem.group.size))
+
+
+def _checked(problem: Problem, name: str, step: Candidate, parameters: Parameters) -> Candidate:
+    """The step, once its first call was right."""
+    step()
+    problem.check(name, parameters(), problem.cuts)
+    return step
+
+
+def _ours(problem: Problem) -> tuple[Candidate, Parameters]:
+    model = DataParallel(_model(problem, problem.gradient), problem.group)
+    optimizer = ShardedAdamW(
+        model.parameters(), data_parallel=model, skip_nonfinite=False, **OPTIONS
+    )
+
+    def step() -> None:
+        model.backward(model(), problem.weight)
+        optimizer.step()
+
+    return step, lambda: list(model.parameters())
+
+
+def _fsdp(problem: Problem) -> tuple[Candidate, Parameters]:
+    model = _weighted(problem)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+
+    def step() -> None:
+        model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, lambda: [cast(DTensor, p).full_tensor() for p in model.parameters()]
+
+
+def _deepspeed(problem: Problem, stage: int) -> tuple[Candidate, Parameters]:
     """An engine over the process group that runs already."""
+    group, model = problem.group, _weighted(problem)
     launcher = {"RANK": group.rank, "LOCAL_RANK": group.rank, "WORLD_SIZE": group.size}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}  # asked for, not used
     os.environ.update({name: str(value) for name, value in (launcher | address).items()})
@@ -163,7 +155,13 @@ def _deepspeed(group: Group, model: nn.Module, stage: int, options: dict[str, An
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": 0.0,  # it clips at 1 unless told not to
     }
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **options)
-    return deepspeed.initialize(
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIONS)
+    engine = deepspeed.initialize(
         model=model, optimizer=optimizer, config=configuration, dist_init_required=False
     )[0]
+
+    def step() -> None:
+        engine.backward(engine())
+        engine.step()
+
+    return step, lambda: list(engine.module.parameters())
