@@ -41,7 +41,7 @@ from .zero import LOSS, OURS, whole_steps
 __all__ = ["add_arguments", "run"]
 
 _OURS, _GLOO, _FLOOR = "one pass", "Gloo, torch fused AdamW", "floor"
-_FEWEST = 100_000  # FSDP2 cannot take parameters without elements
+_FEWEST = 200_000  # of which each tensor has some: FSDP2 cannot take one without elements
 _BUCKET = 25 << 18  # float32 elements of 25 MB
 
 
