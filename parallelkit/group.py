@@ -294,18 +294,23 @@ def init(device: torch.device | str | None = None, timeout: timedelta = _DEFAULT
             )
         return _default
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if gpus and (device is None or torch.device(device) == torch.device("cuda")):
-            device = torch.device("cuda", local % gpus)
-        on_gpu = device is not None and torch.device(device).type == "cuda"
-        if on_gpu:
-            torch.cuda.set_device(device)  # NCCL's and torch.distributed's own tensors go there
-        shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus  # which NCCL refuses
-        backend = "nccl" if on_gpu and not shared else "gloo"
-        rendezvous.start(backend, timeout)
-        atexit.register(_leave_at_exit)  # Gloo's threads may not outlive the interpreter
+        device = _start(device, timeout)
     _default = Group(device=device, timeout=timeout)
     return _default
+
+
+def _start(device: torch.device | str | None, timeout: timedelta) -> torch.device | str | None:
+    """Start torch.distributed over torchrun's ranks; the device, one GPU where it was any."""
+    local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if gpus and (device is None or torch.device(device) == torch.device("cuda")):
+        device = torch.device("cuda", local % gpus)
+    on_gpu = device is not None and torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)  # NCCL's and torch.distributed's own tensors go there
+    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus  # which NCCL refuses
+    rendezvous.start("nccl" if on_gpu and not shared else "gloo", timeout)
+    atexit.register(_leave_at_exit)  # Gloo's threads may not outlive the interpreter
+    return device
 
 
 def _leave_at_exit() -> None:
