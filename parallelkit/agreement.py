@@ -10,6 +10,7 @@ import torch
 from .errors import (
     CollectiveMismatchError,
     InvalidArgumentError,
+    InvalidIndexError,
     InvalidTypeError,
     ParallelKitError,
     UsageError,
@@ -19,7 +20,8 @@ from .transport import Transport
 __all__ = ["refuse", "tell"]
 
 _FAULTS: dict[str, type[ParallelKitError]] = {
-    error.__name__: error for error in (InvalidArgumentError, InvalidTypeError, UsageError)
+    error.__name__: error
+    for error in (InvalidArgumentError, InvalidIndexError, InvalidTypeError, UsageError)
 }
 
 
@@ -45,6 +47,7 @@ def refuse(
 ) -> ParallelKitError:
     """The error for a reply that is not "done", the same on every rank.
 
+    A rank's fault comes first: one that has it need not have come to the collective of the others.
     Collective, unless the ranks have told each other already.
 
     Args:
@@ -60,13 +63,12 @@ def refuse(
         _, heard = transport.exchange(tell(description, weight, fault))
     calls = [json.loads(message) for message in heard]
     size, name = len(calls), description[0]
-    if outcome == "fault":
-        for culprit, (_, _, kind, text) in enumerate(calls):
-            if kind:
-                where = f" [rank {culprit} of {size}]"
-                error = _FAULTS.get(kind, InvalidArgumentError)(text.removesuffix(where) + where)
-                error.__cause__ = fault if culprit == rank else None
-                return error
+    for culprit, (_, _, kind, text) in enumerate(calls):
+        if kind:
+            where = f" [rank {culprit} of {size}]"
+            error = _FAULTS.get(kind, InvalidArgumentError)(text.removesuffix(where) + where)
+            error.__cause__ = fault if culprit == rank else None
+            return error
     if outcome == "bad_weight":
         weights = ", ".join(f"{w} on rank {r}" for r, (_, w, _, _) in enumerate(calls))
         return InvalidArgumentError(

@@ -1,4 +1,4 @@
-"""What the arguments of collectives mean: weights, reductions, and the signature of tensors."""
+"""What arguments mean: weights, reductions, sizes, and the signature of tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from .errors import InvalidArgumentError, InvalidTypeError
 from .ops import DTYPE_CODES
 from .transport import REDUCTIONS
 
-__all__ = ["Weight", "as_number", "described", "reduction_name", "reduction_number", "signature_of"]
+__all__ = [
+    "Weight",
+    "as_number",
+    "check_size",
+    "check_tensor",
+    "described",
+    "reduction_name",
+    "reduction_number",
+    "signature_of",
+]
 
 Weight = int | float | torch.Tensor
 
@@ -46,6 +55,20 @@ def reduction_number(name: str, reduction: str) -> int:
 def reduction_name(number: int) -> str:
     """The reduction of this number, as errors show it."""
     return _NAMES[number]
+
+
+def check_tensor(call: str, name: str, value: object) -> None:
+    """InvalidTypeError where the argument of this name is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise InvalidTypeError(f"{call}: {name} must be a tensor, got {type(value).__name__}")
+
+
+def check_size(call: str, name: str, value: object) -> None:
+    """InvalidTypeError or InvalidArgumentError where it is no number of elements."""
+    if not isinstance(value, int):
+        raise InvalidTypeError(f"{call}: {name} must be an int, got {type(value).__name__}")
+    if value < 0:
+        raise InvalidArgumentError(f"{call}: {name} must be at least 0, got {value}")
 
 
 def described(tensor: torch.Tensor) -> str:

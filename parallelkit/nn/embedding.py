@@ -9,10 +9,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelkit.errors import InvalidArgumentError, InvalidIndexError
+from parallelkit.arguments import check_tensor
+from parallelkit.errors import (
+    InvalidArgumentError,
+    InvalidIndexError,
+    InvalidTypeError,
+    ParallelKitError,
+)
 from parallelkit.group import Group, default_group
 from parallelkit.nn.functional import gather_from_group, reduce_from_group
-from parallelkit.nn.split import Split, draw_shard, local_part
+from parallelkit.nn.split import Split, check_layer, draw_shard, local_part
+from parallelkit.together import refused
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,14 +45,19 @@ class SplitEmbedding(nn.Embedding):
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)  # nn.Embedding's would make the whole table
+        name = type(self).__name__
+        sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+        check_layer(name, sizes, device, dtype)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.max_norm, self.norm_type = None, 2.0
         self.scale_grad_by_freq = self.sparse = False
         if padding_idx is not None:
-            if not -num_embeddings <= padding_idx < num_embeddings:
+            if not isinstance(padding_idx, int) or not (
+                -num_embeddings <= padding_idx < num_embeddings
+            ):
                 raise InvalidArgumentError(
-                    f"{type(self).__name__}: padding_idx must be within the {num_embeddings} "
-                    f"embeddings, got {padding_idx}"
+                    f"{name}: padding_idx must be within the {num_embeddings} embeddings, got "
+                    f"{padding_idx!r}"
                 )
             padding_idx %= num_embeddings
         self.padding_idx = padding_idx
@@ -95,6 +107,11 @@ class SplitEmbedding(nn.Embedding):
         Of a class that changes only what nn.Embedding returns, such as one that scales, too: then
         the result is of that class as well.
         """
+        if not isinstance(embedding, nn.Embedding):
+            raise InvalidTypeError(
+                f"{cls.__name__}.from_embedding: embedding must be an nn.Embedding, got "
+                f"{type(embedding).__name__}"
+            )
         kind = type(embedding)
         own = cls if kind is nn.Embedding else type(kind.__name__, (kind, cls), {})
         made: Self = cls.__new__(own)
@@ -115,14 +132,25 @@ class SplitEmbedding(nn.Embedding):
         return made.train(self.training)
 
     def _check(self, ids: Tensor) -> None:
+        """Raise, on every rank, for what cannot be looked up here."""
+        try:
+            self._check_here(ids)
+        except ParallelKitError as fault:
+            raise refused(self.group, fault) from fault
+
+    def _check_here(self, ids: Tensor) -> None:
         """IndexError as nn.Embedding's, which masking would hide; not on GPUs: it would wait."""
+        name = type(self).__name__
+        check_tensor(name, "ids", ids)
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise InvalidTypeError(f"{name}: ids must be int64 or int32, got {ids.dtype}")
         if ids.device.type != "cpu" or ids.numel() == 0 or torch.compiler.is_compiling():
             return
         low, high = (int(value) for value in ids.aminmax())
         if low < 0 or high >= self.num_embeddings:
             raise InvalidIndexError(
-                f"{type(self).__name__}: ids must be in [0, {self.num_embeddings}), got "
-                f"{low if low < 0 else high} [rank {self.group.rank} of {self.group.size}]"
+                f"{name}: ids must be in [0, {self.num_embeddings}), got "
+                f"{low if low < 0 else high}"
             )
 
     def extra_repr(self) -> str:
@@ -144,8 +172,11 @@ class VocabParallelEmbedding(SplitEmbedding):
         group: a Group or one-dimensional DeviceMesh.
         device, dtype: as nn.Embedding.
     Raises:
-        InvalidArgumentError: padding_idx is outside the table.
-        InvalidIndexError: (an IndexError) in `forward` an id is; looked for on CPUs.
+        InvalidArgumentError, InvalidTypeError: a bad size or padding_idx, on this rank: to make a
+            layer communicates nothing.
+        InvalidTypeError: in `forward` ids that are no integers. This and the next on every rank.
+        InvalidIndexError: (an IndexError) in `forward` an id is outside the table; looked for on
+            CPUs.
     Cost: forward, one sum of y over the group.
     """
 

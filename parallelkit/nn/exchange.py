@@ -15,7 +15,8 @@ from parallelkit.collectives import shard_bounds
 from parallelkit.errors import InvalidArgumentError
 from parallelkit.group import Group, group_of_id
 from parallelkit.nn.operators import Operators
-from parallelkit.nn.term import Term, check_reply, total_of
+from parallelkit.nn.term import Term, check_dtype, check_reply, total_of
+from parallelkit.together import check_alike
 
 __all__ = ["agreed", "all_gather", "all_reduce", "reduce_scatter", "whole_length"]
 
@@ -48,6 +49,7 @@ def all_gather(x: Tensor, dim: int, length: int, group: Group) -> Tensor:
     shard = _first(x.detach(), dim).contiguous()
     whole = shard.new_empty(length, *shard.shape[1:])
     if whole.numel() > 0:
+        check_dtype("all-gather", x.dtype, group)
         flat, transport = whole.view(length, -1), group._usable()
         mine = shard.view(len(shard), flat.shape[1])
         start, stop = shard_bounds(length, group.size, group.rank)
@@ -73,18 +75,29 @@ def _back(x: Tensor, dim: int) -> Tensor:
     return x.movedim(0, dim).contiguous() if dim else x
 
 
-def whole_length(x: Tensor, dim: int, group: Group) -> int:
+def whole_length(x: Tensor, dim: int, group: Group, **alike: object) -> int:
     """How long the tensor is of which the ranks' x are the shards along `dim`; collective.
 
     A compiled graph cannot ask its peers: there the shards must be of one length.
 
+    Args:
+        x: this rank's shard.
+        dim: at least 0.
+        group: the ranks.
+        alike: what else is the same on every rank, by name.
+
     Raises:
+        CollectiveMismatchError: it is not, or `dim` is not; on every rank.
         InvalidArgumentError: they are no such shards; on every rank.
     """
     mine = x.shape[dim]
     if torch.compiler.is_compiling():
         return mine * group.size
-    lengths: list[int] = group._gather_objects(mine, "tensor-parallel all-gather", described(x))
+    call = "tensor-parallel all-gather"
+    told = [f"{name}={value!r}" for name, value in {"dim": dim, **alike}.items()]
+    heard = group._gather_objects((mine, told), call, described(x))
+    check_alike(call, [theirs for _, theirs in heard])
+    lengths: list[int] = [length for length, _ in heard]
     total = sum(lengths)
     bounds = [shard_bounds(total, group.size, rank) for rank in range(group.size)]
     if lengths != [stop - start for start, stop in bounds]:

@@ -7,6 +7,10 @@
     scatter_to_group          slice             gather
     reduce_scatter_to_group   reduce-scatter    gather
 
+Where the forward pass communicates, a bad argument on one rank is raised on every rank, in place of
+that exchange. `copy_to_group`, `scatter_to_group` and the products do not, and raise where they are
+called wrongly: to ask the peers would cost each call a round trip.
+
 Source: Shoeybi et al. 2019, "Megatron-LM" (the functions f and g); Korthikanti et al. 2022,
 "Reducing activation recomputation in large transformer models" (the sequence-parallel pairs).
 """
@@ -20,13 +24,15 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelkit.arguments import check_size, check_tensor
 from parallelkit.collectives import shard_bounds
-from parallelkit.errors import InvalidArgumentError
+from parallelkit.errors import InvalidArgumentError, InvalidTypeError, ParallelKitError
 from parallelkit.group import Group, default_group
 from parallelkit.nn import exchange
 from parallelkit.nn.linear_op import gated_linear, linear, linear_into
 from parallelkit.nn.loss import vocab_parallel_cross_entropy
 from parallelkit.nn.mlp_op import mlp
+from parallelkit.together import refused
 
 __all__ = [
     "copy_to_group",
@@ -51,7 +57,10 @@ def copy_to_group(x: Tensor, group: AnyGroup = None) -> Tensor:
     Args:
         x: equal on every rank.
         group: a Group or one-dimensional DeviceMesh. Default: all ranks.
+    Raises:
+        InvalidTypeError: x is no tensor.
     """
+    check_tensor("copy_to_group", "x", x)
     return _Copy.apply(x, default_group(group))  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -62,10 +71,15 @@ def reduce_from_group(x: Tensor, group: AnyGroup = None) -> Tensor:
         x: this rank's term, of one shape and dtype on every rank.
         group: as in `copy_to_group`.
     Raises:
-        InvalidTypeError: integers.
-        CollectiveMismatchError: the ranks' terms differ in shape or dtype; on every rank.
+        InvalidTypeError: integers, or no tensor; on every rank, as is the next.
+        CollectiveMismatchError: the ranks' terms differ in shape or dtype.
     """
-    return _Reduce.apply(x, default_group(group))  # type: ignore[no-untyped-call, no-any-return]
+    group = default_group(group)
+    try:
+        check_tensor("reduce_from_group", "x", x)
+    except ParallelKitError as fault:
+        raise refused(group, fault) from fault
+    return _Reduce.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_from_group(
@@ -88,16 +102,25 @@ def gather_from_group(
         length: how long the whole is along `dim`, equal on every rank. Default: the ranks ask each
             other, or in a graph of torch.compile take their shards for equally long.
     Raises:
-        InvalidArgumentError: a bad `dim` or `grad`, or shards cut otherwise.
+        InvalidArgumentError: a bad `dim`, `grad` or `length`, or shards cut otherwise; on every
+            rank, as are the next.
+        InvalidTypeError: integers, or no tensor.
+        CollectiveMismatchError: ranks disagree on `dim`, shapes or dtypes.
     """
     group = default_group(group)
-    if grad not in ("replicated", "partial"):
-        raise InvalidArgumentError(
-            f'gather_from_group: grad must be "replicated" or "partial", got {grad!r}'
-        )
-    dim = _dimension("gather_from_group", x, dim)
+    name = "gather_from_group"
+    try:
+        if grad not in ("replicated", "partial"):
+            raise InvalidArgumentError(
+                f'{name}: grad must be "replicated" or "partial", got {grad!r}'
+            )
+        dim = _dimension(name, x, dim)
+        if length is not None:
+            check_size(name, "length", length)
+    except ParallelKitError as fault:
+        raise refused(group, fault) from fault
     if length is None:
-        length = exchange.whole_length(x, dim, group)
+        length = exchange.whole_length(x, dim, group, grad=grad)
     return _Gather.apply(x, group, dim, length, grad == "partial")  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -108,7 +131,7 @@ def scatter_to_group(x: Tensor, group: AnyGroup = None, dim: int = -1) -> Tensor
         x: equal on every rank.
         group, dim: as in `gather_from_group`.
     Raises:
-        InvalidArgumentError: a bad `dim`.
+        InvalidArgumentError, InvalidTypeError: a bad `dim`, or no tensor.
     """
     return _Scatter.apply(  # type: ignore[no-untyped-call, no-any-return]
         x, default_group(group), _dimension("scatter_to_group", x, dim)
@@ -122,15 +145,23 @@ def reduce_scatter_to_group(x: Tensor, group: AnyGroup = None, dim: int = -1) ->
         x: this rank's term, of one shape and dtype on every rank.
         group, dim: as in `gather_from_group`.
     Raises:
-        InvalidArgumentError: a bad `dim`.
-        CollectiveMismatchError: the ranks' terms differ in shape or dtype; on every rank.
+        InvalidArgumentError, InvalidTypeError: a bad `dim`, integers, or no tensor; on every rank,
+            as is the next.
+        CollectiveMismatchError: the ranks' terms differ in shape or dtype.
     """
-    return _ReduceScatter.apply(  # type: ignore[no-untyped-call, no-any-return]
-        x, default_group(group), _dimension("reduce_scatter_to_group", x, dim)
-    )
+    group = default_group(group)
+    try:
+        dim = _dimension("reduce_scatter_to_group", x, dim)
+    except ParallelKitError as fault:
+        raise refused(group, fault) from fault
+    return _ReduceScatter.apply(x, group, dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _dimension(call: str, x: Tensor, dim: int) -> int:
+    """`dim` of x, counted from the front."""
+    check_tensor(call, "x", x)
+    if not isinstance(dim, int):
+        raise InvalidTypeError(f"{call}: dim must be an int, got {type(dim).__name__}")
     if not -x.ndim <= dim < x.ndim:
         raise InvalidArgumentError(
             f"{call}: dim must be in [{-x.ndim}, {x.ndim}) for a tensor of shape {list(x.shape)}, "

@@ -16,13 +16,15 @@ recomputation in large transformer models".
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelkit.errors import InvalidArgumentError
+from parallelkit.arguments import check_tensor
+from parallelkit.errors import InvalidArgumentError, InvalidTypeError, ParallelKitError
 from parallelkit.group import Group, default_group
 from parallelkit.nn import exchange
 from parallelkit.nn.column_op import column_linear
@@ -34,8 +36,9 @@ from parallelkit.nn.functional import (
 from parallelkit.nn.linear_op import cast_for_autocast, check, linear
 from parallelkit.nn.row_op import row_linear
 from parallelkit.nn.shared_input import SharedInput
-from parallelkit.nn.split import Split, draw_shard, local_part, split_of
+from parallelkit.nn.split import Split, check_layer, draw_shard, local_part, split_of
 from parallelkit.nn.torch_products import ACTIVATIONS
+from parallelkit.together import refused
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 
 class SplitLinear(nn.Module):
@@ -66,6 +70,8 @@ class SplitLinear(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
+        sizes = {"in_features": in_features, "out_features": out_features}
+        check_layer(type(self).__name__, sizes, device, dtype)
         self.in_features, self.out_features = in_features, out_features
         self.group = default_group(group)
         self.sequence_parallel = sequence_parallel
@@ -136,6 +142,11 @@ class SplitLinear(nn.Module):
         cls, linear: nn.Linear, group: Group | DeviceMesh | None = None, **options: Any
     ) -> Self:
         """This rank's part of a layer that every rank has whole; options as the constructor's."""
+        if not isinstance(linear, nn.Linear):
+            raise InvalidTypeError(
+                f"{cls.__name__}.from_linear: linear must be an nn.Linear, got "
+                f"{type(linear).__name__}"
+            )
         sizes = (linear.in_features, linear.out_features, linear.bias is not None)
         made: Any = cls
         made = made(*sizes, group=group, device="meta", **options)
@@ -162,12 +173,32 @@ class SplitLinear(nn.Module):
             bias = self._split.shared(local_part(bias))  # type: ignore[assignment]
         return weight, bias
 
-    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        return cast_for_autocast(x, *self.operands())  # type: ignore[no-any-return]
+    def _operands(
+        self, x: Tensor, activation: str | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x, weight and bias as the product takes them; raises unless they fit."""
+        x, weight, bias = cast_for_autocast(x, *self.operands())
+        check(type(self).__name__, x, x.shape, weight, bias, activation, None, False)
+        return x, weight, bias
 
-    def _check_tokens(self, x: Tensor) -> None:
-        """Raise unless x has a dimension that can be cut into tokens."""
-        if x.ndim < 2:
+    @property
+    def _communicates(self) -> bool:
+        """Whether `forward` does, in any case."""
+        return True
+
+    def _checked(self, check: Callable[[], T]) -> T:
+        """What `check` returns; what it raises, on every rank if `forward` communicates anyway."""
+        try:
+            return check()
+        except ParallelKitError as fault:
+            if not self._communicates:
+                raise
+            raise refused(self.group, fault) from fault
+
+    def _check_input(self, x: Tensor) -> None:
+        """Raise unless x is a tensor, with a dimension that can be cut into tokens if need be."""
+        check_tensor(type(self).__name__, "x", x)
+        if self.sequence_parallel and x.ndim < 2:
             raise InvalidArgumentError(
                 f"{type(self).__name__}: with sequence_parallel, x must be [tokens, hidden] or "
                 f"[batch, sequence, hidden], got {list(x.shape)}"
@@ -196,9 +227,10 @@ class ColumnParallelLinear(SplitLinear):
             that pays. Default: None.
         device, dtype: as nn.Linear.
     Raises:
-        InvalidArgumentError: an unknown activation; in `forward` an x that does not fit, on this
-            rank, or with sequence_parallel shards cut otherwise than `shard_bounds` does, on all.
-        InvalidTypeError: in `forward` an x of another dtype than the weight's.
+        InvalidArgumentError, InvalidTypeError: a bad size, activation, device or dtype, on this
+            rank: to make a layer communicates nothing. In `forward` an x that does not fit or is of
+            another dtype than the weight: on every rank if the layer gathers, before or after; else
+            it communicates only in the backward pass, and the error stays with its rank.
     Cost: backward, one sum of x's gradient over the group (with sequence_parallel: forward a gather
         of x, backward a reduce-scatter).
     """
@@ -218,7 +250,9 @@ class ColumnParallelLinear(SplitLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if activation is not None and activation not in ACTIVATIONS:
+        if activation is not None and not (
+            isinstance(activation, str) and activation in ACTIVATIONS
+        ):
             raise InvalidArgumentError(
                 f"ColumnParallelLinear: activation must be {', '.join(ACTIVATIONS)} or None, "
                 f"got {activation!r}"
@@ -231,24 +265,27 @@ class ColumnParallelLinear(SplitLinear):
         """With sequence_parallel, how long dimension -2 of x is over all ranks; collective."""
         if not self.sequence_parallel:
             return None
-        self._check_tokens(x)
         return exchange.whole_length(x, x.ndim - 2, self.group)
 
     def enter(self, x: Tensor) -> Tensor:
         """x as the layer's products read it: whole, its gradient summed over the group."""
         if self.sequence_parallel:
-            self._check_tokens(x)
+            self._checked(lambda: self._check_input(x))
             return gather_from_group(x, self.group, -2, grad="partial")
         return copy_to_group(x, self.group)
 
+    @property
+    def _communicates(self) -> bool:
+        return self.sequence_parallel or self.gather_output
+
     def forward(self, x: Tensor) -> Tensor:
         """This rank's outputs, or all of them with gather_output."""
+        self._checked(lambda: self._check_input(x))
         shared, entry = self.shared_input, None
         if shared is not None and not torch.compiler.is_compiling():
             entry = shared.enter(x)
-            x = entry.x
-        x, weight, bias = self._operands(x)
-        check("ColumnParallelLinear", x, x.shape, weight, bias, self.activation, None, False)
+        entered = x if entry is None else entry.x
+        x, weight, bias = self._checked(lambda: self._operands(entered, self.activation))
         if shared is not None and entry is not None:
             y = entry.linear(shared.layers.index(self), x, weight, bias, self.activation)
         elif shared is not None and shared.early:  # a compiled graph: x was let in before
@@ -276,7 +313,8 @@ class RowParallelLinear(SplitLinear):
         sequence_parallel: y is this rank's shard along dimension -2.
         device, dtype: as nn.Linear.
     Raises:
-        InvalidArgumentError, InvalidTypeError: in `forward` an x that does not fit, on this rank.
+        InvalidArgumentError, InvalidTypeError: a bad size, device or dtype, on this rank; in
+            `forward` an x that does not fit, on every rank.
         CollectiveMismatchError: in `forward` ranks whose y have different shapes; on every rank.
     Cost: forward, one sum of y over the group (with sequence_parallel a reduce-scatter, and
         backward a gather).
@@ -301,10 +339,11 @@ class RowParallelLinear(SplitLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The whole outputs, or this rank's tokens of them with sequence_parallel."""
-        if not self.input_is_parallel:
-            x = scatter_to_group(x, self.group)
-        x, weight, bias = self._operands(x)
-        check("RowParallelLinear", x, x.shape, weight, bias, None, None, False)
-        if self.sequence_parallel:
-            self._check_tokens(x)
+
+        def operands() -> tuple[Tensor, Tensor, Tensor | None]:
+            self._check_input(x)
+            part = x if self.input_is_parallel else scatter_to_group(x, self.group)
+            return self._operands(part)
+
+        x, weight, bias = self._checked(operands)
         return row_linear(x, weight, bias, self.group, self.sequence_parallel)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from parallelkit.arguments import check_tensor
 from parallelkit.errors import InvalidArgumentError, InvalidTypeError
 from parallelkit.in_place import gradient_buffer
 from parallelkit.nn import product_ops as ops
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 Tensor = torch.Tensor
+_OPTIONAL = ("bias", "up_bias", "down_bias", "residual")
 
 
 def linear(
@@ -63,7 +65,7 @@ def linear(
         Under autocast the operands are cast as for torch.nn.functional.linear.
     Raises:
         InvalidArgumentError: shapes that do not fit, or an unknown activation.
-        InvalidTypeError: operands of different or non-float dtypes.
+        InvalidTypeError: operands that are no tensors, of different or of non-float dtypes.
         UsageError: a second derivative was asked for where the operator is fused;
             use_kernels("torch") computes it.
     """
@@ -110,6 +112,8 @@ def linear_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = No
     Raises:
         InvalidArgumentError, InvalidTypeError: as `linear`.
     """
+    check_operands("linear_into", x=x, weight=weight, bias=bias)
+    check_tensor("linear_into", "out", out)
     check("linear_into", x, x.shape, weight, bias, None, out, False)
     try:
         flat = out.view(math.prod(out.shape[:-1]), out.shape[-1])
@@ -131,6 +135,7 @@ def _layer(
     gated: bool,
     recompute: bool,
 ) -> Tensor:
+    check_operands(call, x=x, weight=weight, bias=bias, residual=residual)
     x, weight, bias = cast_for_autocast(x, weight, bias)
     check(call, x, x.shape, weight, bias, activation, residual, gated)
     kernels = current_kernels()
@@ -193,6 +198,14 @@ def cast_for_autocast(*tensors: Any) -> Any:
     return tuple(t.to(dtype) if t is not None and t.dtype in eligible else t for t in tensors)
 
 
+def check_operands(call: str, *, x: Tensor, **others: Tensor | None) -> None:
+    """InvalidTypeError where one of a layer's operands is no tensor; a bias may be None."""
+    check_tensor(call, "x", x)
+    for name, operand in others.items():
+        if operand is not None or name not in _OPTIONAL:
+            check_tensor(call, name, operand)
+
+
 def check(
     call: str,
     x: Tensor,
@@ -204,7 +217,8 @@ def check(
     gated: bool,
 ) -> None:
     """Raise unless the arguments make a layer on a tensor of x's kind and of this shape."""
-    if activation is not None and activation not in ACTIVATIONS or activation is None and gated:
+    known = isinstance(activation, str) and activation in ACTIVATIONS
+    if activation is not None and not known or activation is None and gated:
         wanted = ", ".join(ACTIVATIONS) + ("" if gated else " or None")
         raise InvalidArgumentError(f"{call}: activation must be {wanted}, got {activation!r}")
     if len(shape) == 0 or weight.ndim != 2 or shape[-1] != weight.shape[1]:

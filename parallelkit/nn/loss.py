@@ -9,15 +9,18 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelkit.arguments import check_tensor
 from parallelkit.collectives import shard_bounds
-from parallelkit.errors import InvalidArgumentError, InvalidTypeError
+from parallelkit.errors import InvalidArgumentError, InvalidTypeError, ParallelKitError
 from parallelkit.group import Group, default_group
 from parallelkit.nn import exchange
 from parallelkit.ops import wide_dtype
+from parallelkit.together import refused
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
 Tensor = torch.Tensor
+_CALL = "vocab_parallel_cross_entropy"
 
 
 def vocab_parallel_cross_entropy(
@@ -49,43 +52,37 @@ def vocab_parallel_cross_entropy(
         The loss, equal on every rank; of the logits' dtype, float32 under autocast. Its gradient is
         this rank's part of the whole one.
     Raises:
-        InvalidArgumentError: shapes, or a target outside the vocabulary (looked for on CPUs).
+        InvalidArgumentError: shapes, options, or a target outside the vocabulary (looked for on
+            CPUs). These and the next are raised on every rank.
         InvalidTypeError: logits that are not float, or a target that is not int64.
+        CollectiveMismatchError: ranks disagree on options, on the number of tokens or the dtype.
     Source: Shoeybi et al. 2019, "Megatron-LM"; maxima joined as in Milakov and Gimelshein 2018,
         "Online normalizer calculation for softmax".
     """
     group = default_group(group)
-    name = "vocab_parallel_cross_entropy"
-    where = f"[rank {group.rank} of {group.size}]"
-    if not logits_shard.is_floating_point() or target.dtype != torch.int64:
-        raise InvalidTypeError(
-            f"{name}: wanted float logits and int64 targets, got {logits_shard.dtype} and "
-            f"{target.dtype} {where}; class probabilities are not supported"
-        )
-    if logits_shard.ndim == 0 or target.shape != logits_shard.shape[:-1]:
-        raise InvalidArgumentError(
-            f"{name}: logits_shard must be [..., classes] and target [...], got "
-            f"{list(logits_shard.shape)} and {list(target.shape)} {where}"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise InvalidArgumentError(
-            f'{name}: reduction must be "mean", "sum" or "none", got {reduction!r} {where}'
-        )
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise InvalidArgumentError(
-            f"{name}: label_smoothing must be in [0, 1], got {label_smoothing} {where}"
-        )
-    classes = exchange.whole_length(logits_shard, logits_shard.ndim - 1, group)
+    try:
+        _check(logits_shard, target, ignore_index, label_smoothing, reduction)
+    except ParallelKitError as fault:
+        raise refused(group, fault) from fault
+    classes = exchange.whole_length(
+        logits_shard,
+        logits_shard.ndim - 1,
+        group,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
     if torch.compiler.is_compiling():
         target = exchange.agreed(target, classes, group)
     valid = target != ignore_index
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         outside = (valid & ((target < 0) | (target >= classes))).nonzero()
         if len(outside):
-            raise InvalidArgumentError(
-                f"{name}: target must be in [0, {classes}) or ignore_index={ignore_index}, got "
-                f"{int(target[tuple(outside[0])])} at {outside[0].tolist()} {where}"
+            fault = InvalidArgumentError(
+                f"{_CALL}: target must be in [0, {classes}) or ignore_index={ignore_index}, got "
+                f"{int(target[tuple(outside[0])])} at {outside[0].tolist()}"
             )
+            raise refused(group, fault)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits_shard, target, valid, group, classes, label_smoothing
     )
@@ -95,6 +92,41 @@ def vocab_parallel_cross_entropy(
         losses = losses / valid.sum()
     autocast = torch.is_autocast_enabled(logits_shard.device.type)
     return losses if autocast else losses.to(logits_shard.dtype)
+
+
+def _check(
+    logits_shard: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, reduction: str
+) -> None:
+    """Raise for what is wrong on this rank, whatever the others have."""
+    check_tensor(_CALL, "logits_shard", logits_shard)
+    check_tensor(_CALL, "target", target)
+    if not logits_shard.is_floating_point() or target.dtype != torch.int64:
+        raise InvalidTypeError(
+            f"{_CALL}: wanted float logits and int64 targets, got {logits_shard.dtype} and "
+            f"{target.dtype}; class probabilities are not supported"
+        )
+    if logits_shard.ndim == 0 or target.shape != logits_shard.shape[:-1]:
+        raise InvalidArgumentError(
+            f"{_CALL}: logits_shard must be [..., classes] and target [...], got "
+            f"{list(logits_shard.shape)} and {list(target.shape)}"
+        )
+    if target.device != logits_shard.device:
+        raise InvalidArgumentError(
+            f"{_CALL}: target must be on {logits_shard.device} as logits_shard is, got "
+            f"{target.device}"
+        )
+    if not isinstance(ignore_index, int):
+        raise InvalidTypeError(
+            f"{_CALL}: ignore_index must be an int, got {type(ignore_index).__name__}"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise InvalidArgumentError(
+            f'{_CALL}: reduction must be "mean", "sum" or "none", got {reduction!r}'
+        )
+    if not isinstance(label_smoothing, (int, float)) or not 0.0 <= label_smoothing <= 1.0:
+        raise InvalidArgumentError(
+            f"{_CALL}: label_smoothing must be a number in [0, 1], got {label_smoothing!r}"
+        )
 
 
 class _CrossEntropy(Function):

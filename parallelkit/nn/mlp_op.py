@@ -12,6 +12,7 @@ from parallelkit.nn.kernel_choice import current_kernels
 from parallelkit.nn.linear_op import (
     cast_for_autocast,
     check,
+    check_operands,
     composed,
     differentiates,
     is_plain,
@@ -59,6 +60,9 @@ def mlp(
         InvalidTypeError: operands of different or non-float dtypes.
         UsageError: a second derivative was asked for where the operator is fused.
     """
+    check_operands(
+        "mlp", x=x, up=up, down=down, up_bias=up_bias, down_bias=down_bias, residual=residual
+    )
     x, up, down, up_bias, down_bias = cast_for_autocast(x, up, down, up_bias, down_bias)
     if activation is None:
         raise InvalidArgumentError("mlp: activation must not be None; that is one linear layer")

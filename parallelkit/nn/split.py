@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +10,37 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from parallelkit.arguments import check_size
 from parallelkit.collectives import shard_bounds
+from parallelkit.errors import InvalidArgumentError, InvalidTypeError
 from parallelkit.group import Group
 from parallelkit.nn import exchange
 
-__all__ = ["Split", "draw_shard", "local_part", "split_of"]
+__all__ = ["Split", "check_layer", "draw_shard", "local_part", "split_of"]
 
 Tensor = torch.Tensor
 
 # Drawn at a time: little beside any shard, and a multiple of what torch's generators do in one go.
 _CHUNK_ELEMENTS = 1 << 20
 _CHUNK_ROWS = 16
+
+
+def check_layer(
+    call: str,
+    sizes: Mapping[str, object],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> None:
+    """Raise for sizes, a device or a dtype that no layer can have."""
+    for name, size in sizes.items():
+        check_size(call, name, size)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidTypeError(f"{call}: dtype must be a floating-point dtype, got {dtype!r}")
+    if device is not None:
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise InvalidArgumentError(f"{call}: device must name a device: {error}") from None
 
 
 @dataclass(frozen=True)

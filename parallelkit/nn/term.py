@@ -14,12 +14,13 @@ import torch
 from parallelkit.agreement import refuse, tell
 from parallelkit.arguments import described, signature_of
 from parallelkit.collectives import shard_bounds
-from parallelkit.errors import InvalidArgumentError, InvalidTypeError
+from parallelkit.errors import InvalidArgumentError, InvalidTypeError, ParallelKitError
 from parallelkit.group import Group
 from parallelkit.ops import DTYPE_CODES
+from parallelkit.together import refused
 from parallelkit.transport import REDUCTIONS, Call, Pending, Reply
 
-__all__ = ["Term", "check_reply", "total_of"]
+__all__ = ["Term", "check_dtype", "check_reply", "total_of"]
 
 Tensor = torch.Tensor
 
@@ -58,12 +59,21 @@ def total_of(tensor: Tensor) -> Call:
     return Call(signature_of([tensor]), 0, 1.0, 1.0, REDUCTIONS["total"], False)
 
 
+def check_dtype(name: str, dtype: torch.dtype, group: Group) -> None:
+    """Raise, the same on every rank, for what can be neither added nor gathered."""
+    if dtype not in DTYPE_CODES:
+        fault = InvalidTypeError(
+            f"tensor-parallel {name}: wanted float32, float64, bfloat16 or float16, got {dtype}"
+        )
+        raise refused(group, fault) from fault
+
+
 def check_reply(
     reply: Reply,
     group: Group,
     name: str,
     tensor: Tensor,
-    fault: InvalidArgumentError | None = None,
+    fault: ParallelKitError | None = None,
 ) -> None:
     """Raise, the same on every rank, unless all went well."""
     if reply.outcome != "done":
@@ -80,6 +90,8 @@ def _called(name: str, tensor: Tensor) -> tuple[str, str]:
 class Term:
     """One rank's term of a sum over the group: write `tensor`, then sum. Used once; collective.
 
+    A sum that is refused gives the memory back too: ranks that never came to it have theirs still.
+
     Args:
         group: whose ranks add.
         shape: of the term, the same on every rank.
@@ -92,19 +104,17 @@ class Term:
         self._group, self._transport = group, group._usable()
         free = group.scratch.get(dtype)
         if free is None:
-            if dtype not in DTYPE_CODES:
-                raise InvalidTypeError(
-                    "tensor-parallel sum: wanted float32, float64, bfloat16 or float16, got "
-                    f"{dtype}"
-                )
+            check_dtype("sum", dtype, group)
             free = group.scratch[dtype] = []
-        place: _Place | None = free.pop() if free else None
+        place: _Place | None = free[-1] if free else None
         use = None if place is None else place.uses.get(shape)
         if place is None or use is None:
             numel = math.prod(shape)
             if place is None or place.flat.numel() < numel:
                 place = _Place(group, numel, dtype)
             use = place.use(group, shape)
+        if free:
+            free.pop()
         self._free, self._place, self._use = free, place, use
         self.tensor = use.tensor
         self._pending: Pending | None = None
@@ -125,7 +135,7 @@ class Term:
         tensor, prepared, call = self._use
         pending = self._pending
         reply = pending.wait() if pending else self._transport.all_reduce(prepared, call)
-        check_reply(reply, self._group, "sum", tensor)
+        self._check(reply, "sum")
         return tensor
 
     def finish(self, dtype: torch.dtype) -> Tensor:
@@ -139,12 +149,12 @@ class Term:
         tensor, prepared, call = self._use
         shard = self._shard
         if self._pending is not None:
-            check_reply(self._pending.wait(), self._group, "reduce-scatter", tensor)
+            self._check(self._pending.wait(), "reduce-scatter")
         elif shard is None:
             shard, rows = self._new_shard()
             if tensor.numel() > 0:
                 reply = self._transport.reduce_scatter(prepared, rows, call)
-                check_reply(reply, self._group, "reduce-scatter", tensor)
+                self._check(reply, "reduce-scatter")
         self.release()
         assert shard is not None
         return shard
@@ -152,6 +162,11 @@ class Term:
     def release(self) -> None:
         """Give the memory back; `tensor` must not be used any more."""
         self._free.append(self._place)
+
+    def _check(self, reply: Reply, name: str) -> None:
+        if reply.outcome != "done":
+            self.release()
+            check_reply(reply, self._group, name, self.tensor)
 
     def _new_shard(self) -> tuple[Tensor, Tensor]:
         """Room for this rank's rows, and the same as [rows, features]."""
