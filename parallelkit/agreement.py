@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +16,12 @@ from .errors import (
     ParallelKitError,
     UsageError,
 )
-from .transport import Transport
+from .transport import Call, Transport
 
-__all__ = ["refuse", "tell"]
+if TYPE_CHECKING:
+    from .group import Group
+
+__all__ = ["refuse", "refuse_instead", "tell"]
 
 _FAULTS: dict[str, type[ParallelKitError]] = {
     error.__name__: error
@@ -79,6 +83,25 @@ def refuse(
         f"{name}: the ranks called different things: {_difference([call[0] for call in calls])}. "
         "Nothing was changed; every rank must make the same calls in the same order"
     )
+
+
+def refuse_instead(group: Group, fault: ParallelKitError) -> ParallelKitError:
+    """The error of every rank because this one cannot come to the next collective. Collective.
+
+    The others need do nothing for it: the collective that they are in ends with this error, before
+    it has changed anything. So a call that communicates has its faults raised by all ranks at no
+    cost; one that does not would wait here for one that does.
+
+    Args:
+        group: the ranks.
+        fault: what is wrong on this rank.
+    """
+    if torch.compiler.is_compiling():  # traced, not run: nobody waits
+        return fault
+    transport = group._usable()
+    call = Call(0, 0, 1.0, 1.0, 0, fault=True)
+    reply = transport.all_reduce(transport.prepare(()), call)
+    return refuse(transport, group.rank, reply.outcome, ["nothing"], fault=fault)
 
 
 def _difference(descriptions: list[list[str]]) -> str:

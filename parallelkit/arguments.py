@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ from .transport import REDUCTIONS
 __all__ = [
     "Weight",
     "as_number",
-    "check_size",
+    "as_size",
     "check_tensor",
     "described",
     "reduction_name",
@@ -63,12 +65,17 @@ def check_tensor(call: str, name: str, value: object) -> None:
         raise InvalidTypeError(f"{call}: {name} must be a tensor, got {type(value).__name__}")
 
 
-def check_size(call: str, name: str, value: object) -> None:
-    """InvalidTypeError or InvalidArgumentError where it is no number of elements."""
-    if not isinstance(value, int):
-        raise InvalidTypeError(f"{call}: {name} must be an int, got {type(value).__name__}")
-    if value < 0:
-        raise InvalidArgumentError(f"{call}: {name} must be at least 0, got {value}")
+def as_size(call: str, name: str, value: Any) -> int:
+    """A number of elements as an int; raises where it is none."""
+    try:
+        size = operator.index(value)
+    except TypeError:
+        raise InvalidTypeError(
+            f"{call}: {name} must be an int, got {type(value).__name__}"
+        ) from None
+    if size < 0:
+        raise InvalidArgumentError(f"{call}: {name} must be at least 0, got {size}")
+    return size
 
 
 def described(tensor: torch.Tensor) -> str:

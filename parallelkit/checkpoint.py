@@ -18,7 +18,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.tensor import DTensor
 
+from . import checkpoint_files
+from .arguments import described
 from .checkpoint_files import (
     CheckpointError,
     Facts,
@@ -38,9 +40,22 @@ from .checkpoint_files import (
     opened,
     publish,
 )
-from .checkpoint_optimizer import Room, check_fit, optimizer_tensors, room_for, settings, take_over
+from .checkpoint_optimizer import (
+    Room,
+    check_fit,
+    optimizer_tensors,
+    room_for,
+    settings,
+    shapes,
+    take_over,
+)
 from .checkpoint_tensors import LoadPlanner, Parts, Reader, SavePlanner, Stored, model_tensors
-from .errors import InvalidArgumentError, ParallelKitError
+from .errors import (
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    ParallelKitError,
+)
 from .group import Group, default_group
 from .optimizer import ShardedAdamW
 from .together import check_alike, together
@@ -48,7 +63,14 @@ from .together import check_alike, together
 __all__ = ["CheckpointError", "exists", "load", "save"]
 
 T = TypeVar("T")
-Held = dict[tuple[int, ...], int]  # of a tensor: elements of each box, by where that begins
+
+
+class _Held(NamedTuple):
+    """What a rank has of a tensor."""
+
+    whole: str  # dtype and shape
+    numel: int  # of the whole
+    boxes: dict[tuple[int, ...], int]  # elements of each, by where it begins
 
 
 def save(
@@ -64,38 +86,41 @@ def save(
     Args:
         path: the folder; what it holds is replaced once the new checkpoint is complete.
         model: wrapped or not, fully sharded or not; where `pk.tensor_parallel` has split it, the
-            unsplit model is written.
+            unsplit model is written. Ranks may have different parts of it, by different names; what
+            several have by one name is the same on them, and one of them writes it.
         optimizer: its state is written in float32, each rank what it owns.
-        extra: anything that JSON can hold, such as the number of steps; `load` returns it.
+        extra: anything that JSON can hold, such as the number of steps; `load` returns it. That of
+            rank 0 is written; the others' is looked at, but need not be the same.
         group: all ranks that hold parts of the model. Default: the optimizer's; all ranks without
             one, and where the model is split.
 
     Raises:
-        InvalidTypeError: the model's state has something other than tensors, or `extra` something
-            that JSON cannot hold.
-        InvalidArgumentError: the group's ranks do not hold the whole model. Nothing was written.
-        CollectiveMismatchError: ranks name different folders. Nothing was written.
+        InvalidTypeError: a path, model or optimizer that is none, a model whose state has something
+            other than tensors, or an `extra` that JSON cannot hold. Nothing was written then, nor
+            with the next two; every rank raises.
+        InvalidArgumentError: the group's ranks do not hold the whole model.
+        CollectiveMismatchError: ranks name different folders, have different tensors by one name,
+            or different optimizers.
         CheckpointError: a rank could not write. What was there before stays.
     """
+    call = "checkpoint.save"
     group = _group_of(group, model, optimizer)
     tensors: dict[str, Stored] = {}
 
-    parts: dict[str, Parts] = {}
-
-    def begin() -> tuple[str, str, dict[str, Held]]:
-        folder = os.fspath(path)
+    def begin() -> tuple[list[str], dict[str, _Held], str]:
+        root = _checked(call, path, model, optimizer)
         json.dumps(extra)
         tensors.update(model_tensors(model))
         if optimizer is not None:
             tensors.update(optimizer_tensors(optimizer))
-        parts.update({k: v for k, v in tensors.items() if isinstance(v, Parts)})
-        held = {name: _held(value) for name, value in parts.items()}
-        return folder, new_version(Path(folder)), held
+        of = "no optimizer" if optimizer is None else f"an optimizer of {shapes(optimizer)}"
+        held = {name: _held(value) for name, value in tensors.items()}
+        return [f"path {str(root)!r}", of], held, new_version(root)
 
-    begun = together(group, begin, "checkpoint.save")
-    check_alike("checkpoint.save", [[f"path {folder!r}"] for folder, _, _ in begun])
-    root, version = Path(begun[0][0]), begun[0][1]
-    _must_cover(parts, [held for _, _, held in begun])
+    begun = together(group, begin, call)
+    check_alike(call, [told for told, _, _ in begun])
+    _must_fit([held for _, held, _ in begun])
+    root, version = Path(path), begun[0][2]
     folder = root / version
 
     def write() -> dict[str, Facts]:
@@ -119,8 +144,12 @@ def save(
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a checkpoint to load. Not collective."""
-    return (Path(path) / "current").exists()
+    """Whether there is a checkpoint to load. Not collective.
+
+    Raises:
+        CheckpointError: there is one, but the file that says so is gone: no reason to start afresh.
+    """
+    return checkpoint_files.exists(Path(path))
 
 
 def load(
@@ -135,7 +164,8 @@ def load(
     Args:
         path: the folder.
         model, optimizer: of the same parameters, in the same order, as those that were saved; split
-            over tensor-parallel ranks as before, in another way, or not at all.
+            over tensor-parallel ranks as before, in another way, or not at all. What a model or no
+            optimizer does not ask for is not read.
         group: as for `save`.
 
     Returns:
@@ -143,10 +173,15 @@ def load(
 
     Raises:
         CheckpointError: nothing there, a file that is missing, cut off or edited, or another
-            model's; named. Nothing was loaded.
+            model's; named. Nothing was loaded then, nor with the next two; every rank raises.
+        InvalidTypeError: a path, model or optimizer that is none.
+        CollectiveMismatchError: ranks name different checkpoints.
     """
+    call = "checkpoint.load"
     group = _group_of(group, model, optimizer)
-    folder, manifest = _together(group, lambda: opened(Path(path)))[group.rank]
+    found = _together(group, lambda: opened(_checked(call, path, model, optimizer)))
+    check_alike(call, [[f"checkpoint {folder.name}"] for folder, _ in found])
+    folder, manifest = found[group.rank]
 
     def check() -> None:
         for name in _share(group, sorted(manifest["files"])):
@@ -187,14 +222,15 @@ def load(
     return manifest["extra"]
 
 
-# -- who takes part --------------------------------------------------------------------------------
+# -- who takes part, and with what -----------------------------------------------------------------
 
 
 def _group_of(group: Group | None, model: nn.Module, optimizer: ShardedAdamW | None) -> Group:
-    if group is not None:
-        return group
-    if optimizer is None:
-        return default_group(None)
+    """The ranks; of bad arguments those that good ones most likely have."""
+    if group is not None or not isinstance(optimizer, ShardedAdamW):
+        return default_group(group)
+    if not isinstance(model, nn.Module):
+        return optimizer.group
     size = optimizer.group.size
     beyond = any(  # other ranks than the optimizer's hold other parts
         hasattr(p, "tp_split") or (isinstance(p, DTensor) and p.device_mesh.size() > size)
@@ -203,22 +239,51 @@ def _group_of(group: Group | None, model: nn.Module, optimizer: ShardedAdamW | N
     return default_group(None) if beyond else optimizer.group
 
 
-def _held(parts: Parts) -> Held:
-    """Elements of the boxes that this rank holds, by where those begin."""
-    return {tuple(offset): box.numel() for offset, box in parts.boxes.items()}
+def _checked(call: str, path: object, model: object, optimizer: object) -> Path:
+    """The folder, once all of them are what they should be."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidTypeError(
+            f"{call}: path must be a str or os.PathLike, got {type(path).__name__}"
+        )
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(
+            f"{call}: model must be a torch.nn.Module, got {type(model).__name__}"
+        )
+    if optimizer is not None and not isinstance(optimizer, ShardedAdamW):
+        raise InvalidTypeError(
+            f"{call}: optimizer must be a parallelkit.ShardedAdamW or None, got "
+            f"{type(optimizer).__name__}; another's state_dict() goes through torch.save"
+        )
+    return Path(path)
 
 
-def _must_cover(tensors: dict[str, Parts], told: list[dict[str, Held]]) -> None:
-    """Refuse, on every rank alike, tensors that the ranks together do not have the whole of."""
-    for name, parts in tensors.items():
-        boxes: Held = {}
-        for held in told:
-            boxes.update(held.get(name, {}))
-        if sum(boxes.values()) != parts.numel:
+def _held(value: Stored) -> _Held:
+    if not isinstance(value, Parts):
+        return _Held(described(value), value.numel(), {(): value.numel()})
+    whole = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    boxes = {tuple(offset): box.numel() for offset, box in value.boxes.items()}
+    return _Held(described(whole), value.numel, boxes)
+
+
+def _must_fit(told: list[dict[str, _Held]]) -> None:
+    """Refuse tensors that ranks know by one name and are not one, or not whole on all together."""
+    for name in dict.fromkeys(name for held in told for name in held):
+        having = {rank: held[name] for rank, held in enumerate(told) if name in held}
+        first = min(having)
+        boxes: dict[tuple[int, ...], int] = {}
+        for rank, held in having.items():
+            if held.whole != having[first].whole:
+                raise CollectiveMismatchError(
+                    f"checkpoint.save: {name} is {having[first].whole} on rank {first} and "
+                    f"{held.whole} on rank {rank}; save different models under different paths. "
+                    "Nothing was written"
+                )
+            boxes.update(held.boxes)
+        if sum(boxes.values()) != having[first].numel:
             raise InvalidArgumentError(
                 f"checkpoint.save: the {len(told)} ranks of the group hold {sum(boxes.values())} "
-                f"of the {parts.numel} elements of {name}; the group must be of all ranks that "
-                "hold parts of the model. Nothing was written"
+                f"of the {having[first].numel} elements of {name}; the group must be of all ranks "
+                "that hold parts of the model. Nothing was written"
             )
 
 

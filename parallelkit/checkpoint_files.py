@@ -17,7 +17,16 @@ from typing import Any
 
 from .errors import ParallelKitError
 
-__all__ = ["CheckpointError", "Facts", "check_file", "facts_of", "new_version", "opened", "publish"]
+__all__ = [
+    "CheckpointError",
+    "Facts",
+    "check_file",
+    "exists",
+    "facts_of",
+    "new_version",
+    "opened",
+    "publish",
+]
 
 Facts = tuple[int, str]  # of a file: size in bytes, SHA-256
 
@@ -51,9 +60,22 @@ def publish(root: Path, version: str, content: dict[str, Any]) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
+def exists(root: Path) -> bool:
+    """Whether a version counts; CheckpointError where none does though there are whole ones."""
+    if (root / "current").exists():
+        return True
+    whole = sorted(manifest.parent.name for manifest in root.glob("version-*/manifest.json"))
+    if whole:
+        raise CheckpointError(
+            f"{root}: the file current is missing, which says what counts, but there is "
+            f"{' and '.join(whole)}; bring it back from a copy, or move them away to start afresh"
+        )
+    return False
+
+
 def opened(root: Path) -> tuple[Path, dict[str, Any]]:
     """The version that counts, and its manifest."""
-    if not (root / "current").exists():
+    if not exists(root):
         raise CheckpointError(f"{root}: there is no checkpoint; nothing was loaded")
     try:
         current = json.loads((root / "current").read_bytes())

@@ -22,6 +22,7 @@ __all__ = [
     "optimizer_tensors",
     "room_for",
     "settings",
+    "shapes",
     "take_over",
     "tensor_name",
 ]
@@ -67,13 +68,13 @@ def settings(optimizer: ShardedAdamW | None) -> dict[str, Any]:
     ]
     return {
         "groups": groups,
-        "shapes": _shapes(optimizer),
+        "shapes": shapes(optimizer),
         "steps": steps,
         "skipped_steps": optimizer.skipped_steps,
     }
 
 
-def _shapes(optimizer: ShardedAdamW) -> list[list[str]]:
+def shapes(optimizer: ShardedAdamW) -> list[list[str]]:
     """Of the parameters, group by group."""
     return [
         [str(list(whole_shape(parameter))) for parameter in group["params"]]
@@ -91,10 +92,10 @@ def check_fit(folder: Path, optimizer: ShardedAdamW, manifest: dict[str, Any]) -
     """CheckpointError where the manifest is of another optimizer."""
     if manifest["steps"] is None:
         raise CheckpointError(f"{folder}: it was saved without an optimizer; nothing was loaded")
-    if _shapes(optimizer) != manifest["shapes"]:
+    if shapes(optimizer) != manifest["shapes"]:
         raise CheckpointError(
             f"{folder}: the optimizer must have parameter groups {manifest['shapes']}, "
-            f"got {_shapes(optimizer)}; nothing was loaded"
+            f"got {shapes(optimizer)}; nothing was loaded"
         )
 
 

@@ -59,7 +59,8 @@ class Parts:
     """
 
     def __init__(self, shape: torch.Size, boxes: list[Box], example: torch.Tensor) -> None:
-        self.shape, self._properties = shape, TensorProperties.create_from_tensor(example)
+        self.shape, self.dtype = shape, example.dtype
+        self._properties = TensorProperties.create_from_tensor(example)
         self.boxes = {torch.Size(offset): box for offset, box in boxes if box.numel()}
         if self.numel == 0:  # it has to be in the file nevertheless
             self.boxes = {torch.Size([0] * len(shape)): example.new_empty(shape)}

@@ -184,6 +184,7 @@ class GradientSync:
 
     def _begin(self, besides: Slot | None = None) -> None:
         """Before the first gradient comes; the one of `besides` has come already."""
+        self._group._usable()  # a forked child would write into its parent's gradients
         buckets = self._buckets
         thawed = any(parameter.grad is not None for parameter in self._waiting.values())
         started = self._reduced or buckets.weight

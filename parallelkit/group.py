@@ -9,7 +9,7 @@ import os
 import pickle
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import rendezvous
-from .agreement import refuse
+from .agreement import refuse, refuse_instead
+from .arguments import as_size
 from .errors import InvalidArgumentError, InvalidTypeError, ParallelKitError, UsageError
 from .transport import CLOSED, Transport
 from .transport.choose import choose_transport
@@ -70,6 +71,11 @@ class Group:
         timeout: timedelta | None = None,
         algorithm: str = "auto",
     ) -> None:
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise InvalidTypeError(  # on this rank: who the others are is not known
+                "Group: process_group must be a torch.distributed.ProcessGroup of which this "
+                f"process is a member, got {process_group!r}"
+            )
         if process_group is None and dist.is_initialized():
             process_group = dist.group.WORLD
         if _child_of_rank and process_group is not None:
@@ -110,6 +116,11 @@ class Group:
         Raises:
             As `Group`; InvalidArgumentError also where the mesh has several dimensions.
         """
+        if not isinstance(device_mesh, DeviceMesh):
+            raise InvalidTypeError(
+                "Group.from_mesh: device_mesh must be a DeviceMesh, got "
+                f"{type(device_mesh).__name__}"
+            )
         if device_mesh.ndim != 1:
             raise InvalidArgumentError(
                 f"Group.from_mesh: device_mesh must have one dimension, got {device_mesh.ndim}; "
@@ -188,20 +199,18 @@ class Group:
             dtype: default float32; equal on every rank.
 
         Raises:
-            CollectiveMismatchError: ranks disagree on shape or dtype.
-            InvalidArgumentError: a size is negative.
+            CollectiveMismatchError: ranks disagree on shape or dtype. All of these on every rank.
+            InvalidArgumentError, InvalidTypeError: a size that is none, or no dtype.
             MappingError: no room for it (a ParallelKitError); on every rank.
         """
-        sizes = _sizes(shape)
         transport = self._usable()
+        try:
+            sizes = _sizes(shape, dtype)
+        except ParallelKitError as fault:
+            raise refuse_instead(self, fault) from fault
         wanted = "Group.empty", f"{dtype}{list(sizes)}"
         if self.size > 1 and len(set(self._gather_objects(wanted, *wanted))) > 1:
             raise refuse(transport, self.rank, "mismatch", wanted)
-        if any(size < 0 for size in sizes):
-            raise InvalidArgumentError(
-                f"Group.empty: sizes must be at least 0, got {list(sizes)} "
-                f"[rank {self.rank} of {self.size}]"
-            )
         return transport.empty(sizes, dtype)
 
     def barrier(self) -> None:
@@ -285,7 +294,7 @@ def init(device: torch.device | str | None = None, timeout: timedelta = _DEFAULT
         CollectiveTimeoutError: rank 0 did not come.
     """
     global _default
-    wanted = None if device is None else _existing(torch.device(device))
+    wanted = None if device is None else _device(device, None)
     if _default is not None and _default._unusable is None and not _default._transport.broken:
         if wanted is not None and wanted.type != _default.device.type:
             raise InvalidArgumentError(
@@ -366,14 +375,17 @@ def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) 
     if device is not None:
         try:
             return _existing(torch.device(device))
-        except RuntimeError as error:  # torch's, of a name that is none
+        except (RuntimeError, TypeError) as error:  # torch's, of a name that is none
             raise InvalidArgumentError(f"device must name a device: {error}") from None
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def _sizes(shape: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
-    if len(shape) == 1 and not isinstance(shape[0], int):
+def _sizes(shape: tuple[int | Sequence[int], ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """The shape that `Group.empty` was given, once it is one."""
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidTypeError(f"Group.empty: dtype must be a torch.dtype, got {dtype!r}")
+    if len(shape) == 1 and isinstance(shape[0], Iterable):
         shape = tuple(shape[0])
-    return tuple(int(size) for size in shape)  # type: ignore[arg-type]
+    return tuple(as_size("Group.empty", "a size", size) for size in shape)

@@ -16,7 +16,12 @@ from .device_step import DeviceStep
 from .errors import ParallelKitError, UsageError
 from .group import Group, default_group
 from .host_step import HostStep
-from .optimizer_checks import STATE_DTYPES, check_options, check_parameter
+from .optimizer_checks import (
+    STATE_DTYPES,
+    check_hyper_parameters,
+    check_options,
+    check_parameter,
+)
 from .optimizer_layout import Buffer, Member, local_of, place, place_like_gradients
 from .optimizer_state import StateFormat, checked_entries, owned_entry, pack, refresh_master, whole
 from .optimizer_step import Facts, agree, check_places, hyper_parameters, usable_gradient
@@ -107,6 +112,8 @@ class ShardedAdamW(Optimizer):
 
         def prepare() -> list[str]:
             check_options(data_parallel, max_grad_norm, state_dtype, master_weights)
+            mine = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            check_hyper_parameters("ShardedAdamW", mine)
             # torch checks its own options, and says which a state_dict has.
             nothing = torch.zeros(0)
             checked = AdamW([nothing], lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
@@ -167,11 +174,17 @@ class ShardedAdamW(Optimizer):
         return names
 
     def _described(self) -> list[str]:
-        """The new parameters in words, which all ranks must have in common; raises for bad ones."""
+        """Groups and new parameters in words, the same on all ranks; raises for bad ones."""
         new = self._new()
         for p, name in new.items():
             check_parameter(name, p, self.group, self._buckets)
-        return [f"{name} {p.dtype}{list(p.shape)}" for p, name in new.items()]
+        for group in self.param_groups:
+            check_hyper_parameters("ShardedAdamW", group)
+        counts = [len(group["params"]) for group in self.param_groups]
+        return [
+            f"groups of {counts} parameters",
+            *(f"{name} {p.dtype}{list(p.shape)}" for p, name in new.items()),
+        ]
 
     def _place_new(self) -> None:
         """Those that became trainable since. Collective where there are any."""
@@ -265,10 +278,11 @@ class ShardedAdamW(Optimizer):
                     "parallelkit.GradScaler"
                 )
             check_places(self.members.values())
+            settings = hyper_parameters(self.param_groups, self.max_grad_norm)
             gradients = self._gradients()
         except ParallelKitError as error:
-            fault, gradients = error, {}
-        moving = self._agree(gradients, fault)
+            fault, settings, gradients = error, 0, {}
+        moving = self._agree(gradients, settings, fault)
         if moving:
             for member in moving:
                 refresh_master(member)
@@ -299,7 +313,10 @@ class ShardedAdamW(Optimizer):
         return found
 
     def _agree(
-        self, gradients: Mapping[Member, torch.Tensor], fault: ParallelKitError | None
+        self,
+        gradients: Mapping[Member, torch.Tensor],
+        settings: int,
+        fault: ParallelKitError | None,
     ) -> list[Member]:
         """Tell the ranks what is used here; the members that move, the same on every rank."""
         members = list(self._options)
@@ -307,7 +324,7 @@ class ShardedAdamW(Optimizer):
             used, weight = bytes(m in gradients for m in members), 1.0
         else:
             used, weight = bytes(s.used for s in self._slots.values()), self._buckets.weight
-        mine = Facts(used, weight, hyper_parameters(self.param_groups), fault)
+        mine = Facts(used, weight, settings, fault)
         moving, total = agree(mine, self.group, members, averaged=self._buckets is None)
         if self._buckets is not None:
             self._buckets.total_weight = torch.tensor(total, dtype=torch.float64)

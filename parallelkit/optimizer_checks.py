@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
 import torch
 
 from .buckets import GradientBuckets
@@ -11,7 +15,13 @@ from .group import Group
 from .ops import DTYPE_CODES
 from .optimizer_layout import local_of
 
-__all__ = ["STATE_DTYPES", "check_options", "check_parameter"]
+__all__ = [
+    "STATE_DTYPES",
+    "check_hyper_parameters",
+    "check_max_norm",
+    "check_options",
+    "check_parameter",
+]
 
 STATE_DTYPES = {
     torch.float32: torch.float32,
@@ -33,19 +43,44 @@ def check_options(
             "ShardedAdamW: data_parallel must be a parallelkit.DataParallel, got "
             f"{type(data_parallel).__name__}; for torch DDP leave it out"
         )
-    if state_dtype not in STATE_DTYPES:
+    if not isinstance(state_dtype, (torch.dtype, str)) or state_dtype not in STATE_DTYPES:
         raise InvalidArgumentError(
             'ShardedAdamW: state_dtype must be torch.float32, torch.bfloat16 or "int8", '
             f"got {state_dtype!r}"
         )
-    if master_weights not in ("auto", True, False):
+    if not isinstance(master_weights, (bool, str)) or master_weights not in ("auto", True, False):
         raise InvalidArgumentError(
             f'ShardedAdamW: master_weights must be "auto", True or False, got {master_weights!r}'
         )
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    check_max_norm("ShardedAdamW", max_grad_norm)
+
+
+def check_max_norm(call: str, max_grad_norm: object) -> None:
+    """Raise unless a gradient can be clipped to this norm; also before a step, it may be set."""
+    if max_grad_norm is None:
+        return
+    if not isinstance(max_grad_norm, Real) or not float(max_grad_norm) > 0:
         raise InvalidArgumentError(
-            f"ShardedAdamW: max_grad_norm must be above 0 or None, got {max_grad_norm}"
+            f"{call}: max_grad_norm must be a number above 0 or None, got {max_grad_norm!r}"
         )
+
+
+def check_hyper_parameters(call: str, options: Mapping[str, Any]) -> tuple[float, ...]:
+    """Those of a parameter group as numbers: lr, both betas, eps and weight_decay.
+
+    Raises:
+        InvalidTypeError: they are none. What they may be is torch's to say, in the constructor.
+    """
+    betas = options["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise InvalidTypeError(f"{call}: betas must be two numbers, got {betas!r}")
+    named = {"lr": options["lr"], "beta1": betas[0], "beta2": betas[1]}
+    named |= {name: options[name] for name in ("eps", "weight_decay")}
+    for name, value in named.items():
+        single = isinstance(value, torch.Tensor) and value.numel() == 1
+        if not single and not isinstance(value, (float, Real)):
+            raise InvalidTypeError(f"{call}: {name} must be a number, got {value!r}")
+    return tuple(map(float, named.values()))
 
 
 def check_parameter(

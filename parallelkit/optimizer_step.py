@@ -11,6 +11,7 @@ import torch
 
 from .errors import CollectiveMismatchError, InvalidTypeError, ParallelKitError, UsageError
 from .group import Group
+from .optimizer_checks import check_hyper_parameters, check_max_norm
 from .optimizer_layout import Member
 from .sharded_step import Squares, Work
 
@@ -35,12 +36,13 @@ class Facts(NamedTuple):
     fault: ParallelKitError | None
 
 
-def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> int:
-    """A hash of those of all parameter groups."""
-    numbers = []
+def hyper_parameters(groups: Sequence[Mapping[str, Any]], max_grad_norm: float | None) -> int:
+    """A hash of those of all parameter groups, and of the norm; raises for what is no number."""
+    call = "ShardedAdamW.step"
+    check_max_norm(call, max_grad_norm)
+    numbers: list[Any] = [max_grad_norm]
     for group in groups:
-        options = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-        numbers += [*map(float, options), group["amsgrad"], group["maximize"]]
+        numbers += [*check_hyper_parameters(call, group), group["amsgrad"], group["maximize"]]
     return hash(tuple(numbers))
 
 

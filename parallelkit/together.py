@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import torch
-
-from .agreement import refuse
 from .errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -18,9 +15,8 @@ from .errors import (
     UsageError,
 )
 from .group import Group
-from .transport import Call
 
-__all__ = ["check_alike", "refused", "together"]
+__all__ = ["check_alike", "together"]
 
 T = TypeVar("T")
 
@@ -61,25 +57,6 @@ def together(
         if refusal is not None:
             raise type(refusal)(f"{refusal} [rank {rank} of {group.size}]") from cause
     return [theirs for theirs, _ in heard]
-
-
-def refused(group: Group, fault: ParallelKitError) -> ParallelKitError:
-    """What every rank raises because this one cannot do what it is due to do. Collective.
-
-    The other ranks are in a collective of theirs, which costs them nothing more than it always
-    does: it ends here, on all ranks, with nothing changed. So only a call that communicates may
-    have its faults raised this way; others would wait for one that does.
-
-    Args:
-        group: the ranks.
-        fault: what is wrong here.
-    """
-    if torch.compiler.is_compiling():  # no rank runs anything yet
-        return fault
-    transport = group._usable()
-    call = Call(0, 0, 1.0, 1.0, 0, fault=True)
-    reply = transport.all_reduce(transport.prepare(()), call)
-    return refuse(transport, group.rank, reply.outcome, ["a refusal"], fault=fault)
 
 
 def check_alike(call: str, told: Sequence[Sequence[str]]) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sizes", type=_sizes, default=",".join(SIZES), help=f"(default {','.join(SIZES)})"
     )
     parser.add_argument("--list", action="store_true", help="also 150 tensors against one")
-    parser.add_argument("--plot", metavar="FILE", help="draw time and bandwidth over size")
+    parser.add_argument(
+        "--plot", type=_picture, metavar="FILE", help="draw time and bandwidth (.png or .svg)"
+    )
 
 
 def _sizes(text: str) -> list[int]:
@@ -60,6 +64,16 @@ def _sizes(text: str) -> list[int]:
         known = ", ".join(SIZES)
         raise argparse.ArgumentTypeError(f"must be of {known}, got {', '.join(unknown)}")
     return [SIZES[name] for name in text.split(",")]
+
+
+def _picture(text: str) -> str:
+    """A type of argparse: a file that a picture can be written to, once all is measured."""
+    path = Path(text)
+    if path.suffix not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"must end in .png or .svg, got {text!r}")
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"must be a file in a folder to write in, got {text!r}")
+    return text
 
 
 def run(arguments: argparse.Namespace) -> int:

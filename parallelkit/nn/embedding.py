@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelkit.agreement import refuse_instead
 from parallelkit.arguments import check_tensor
 from parallelkit.errors import (
     InvalidArgumentError,
@@ -19,7 +20,6 @@ from parallelkit.errors import (
 from parallelkit.group import Group, default_group
 from parallelkit.nn.functional import gather_from_group, reduce_from_group
 from parallelkit.nn.split import Split, check_layer, draw_shard, local_part
-from parallelkit.together import refused
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -136,7 +136,7 @@ class SplitEmbedding(nn.Embedding):
         try:
             self._check_here(ids)
         except ParallelKitError as fault:
-            raise refused(self.group, fault) from fault
+            raise refuse_instead(self.group, fault) from fault
 
     def _check_here(self, ids: Tensor) -> None:
         """IndexError as nn.Embedding's, which masking would hide; not on GPUs: it would wait."""
@@ -149,8 +149,7 @@ class SplitEmbedding(nn.Embedding):
         low, high = (int(value) for value in ids.aminmax())
         if low < 0 or high >= self.num_embeddings:
             raise InvalidIndexError(
-                f"{name}: ids must be in [0, {self.num_embeddings}), got "
-                f"{low if low < 0 else high}"
+                f"{name}: ids must be in [0, {self.num_embeddings}), got {low if low < 0 else high}"
             )
 
     def extra_repr(self) -> str:

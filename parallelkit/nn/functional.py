@@ -24,7 +24,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelkit.arguments import check_size, check_tensor
+from parallelkit.agreement import refuse_instead
+from parallelkit.arguments import as_size, check_tensor
 from parallelkit.collectives import shard_bounds
 from parallelkit.errors import InvalidArgumentError, InvalidTypeError, ParallelKitError
 from parallelkit.group import Group, default_group
@@ -32,7 +33,6 @@ from parallelkit.nn import exchange
 from parallelkit.nn.linear_op import gated_linear, linear, linear_into
 from parallelkit.nn.loss import vocab_parallel_cross_entropy
 from parallelkit.nn.mlp_op import mlp
-from parallelkit.together import refused
 
 __all__ = [
     "copy_to_group",
@@ -78,7 +78,7 @@ def reduce_from_group(x: Tensor, group: AnyGroup = None) -> Tensor:
     try:
         check_tensor("reduce_from_group", "x", x)
     except ParallelKitError as fault:
-        raise refused(group, fault) from fault
+        raise refuse_instead(group, fault) from fault
     return _Reduce.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -116,9 +116,9 @@ def gather_from_group(
             )
         dim = _dimension(name, x, dim)
         if length is not None:
-            check_size(name, "length", length)
+            length = as_size(name, "length", length)
     except ParallelKitError as fault:
-        raise refused(group, fault) from fault
+        raise refuse_instead(group, fault) from fault
     if length is None:
         length = exchange.whole_length(x, dim, group, grad=grad)
     return _Gather.apply(x, group, dim, length, grad == "partial")  # type: ignore[no-untyped-call, no-any-return]
@@ -153,7 +153,7 @@ def reduce_scatter_to_group(x: Tensor, group: AnyGroup = None, dim: int = -1) ->
     try:
         dim = _dimension("reduce_scatter_to_group", x, dim)
     except ParallelKitError as fault:
-        raise refused(group, fault) from fault
+        raise refuse_instead(group, fault) from fault
     return _ReduceScatter.apply(x, group, dim)  # type: ignore[no-untyped-call, no-any-return]
 
 

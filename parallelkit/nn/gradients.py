@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelkit.arguments import check_tensor
 from parallelkit.group import Group, default_group
 from parallelkit.nn import exchange
 
@@ -27,6 +28,9 @@ def sum_gradients(
         group: a Group or one-dimensional DeviceMesh. Default: all ranks.
     """
     group = default_group(group)
+    parameters = list(parameters)
+    for parameter in parameters:
+        check_tensor("sum_gradients", "a parameter", parameter)
 
     def total(grad: torch.Tensor) -> torch.Tensor:
         return exchange.all_reduce(grad, group)

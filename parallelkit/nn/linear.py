@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelkit.agreement import refuse_instead
 from parallelkit.arguments import check_tensor
 from parallelkit.errors import InvalidArgumentError, InvalidTypeError, ParallelKitError
 from parallelkit.group import Group, default_group
@@ -38,7 +39,6 @@ from parallelkit.nn.row_op import row_linear
 from parallelkit.nn.shared_input import SharedInput
 from parallelkit.nn.split import Split, check_layer, draw_shard, local_part, split_of
 from parallelkit.nn.torch_products import ACTIVATIONS
-from parallelkit.together import refused
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -193,7 +193,7 @@ class SplitLinear(nn.Module):
         except ParallelKitError as fault:
             if not self._communicates:
                 raise
-            raise refused(self.group, fault) from fault
+            raise refuse_instead(self.group, fault) from fault
 
     def _check_input(self, x: Tensor) -> None:
         """Raise unless x is a tensor, with a dimension that can be cut into tokens if need be."""

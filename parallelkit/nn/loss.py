@@ -9,13 +9,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelkit.agreement import refuse_instead
 from parallelkit.arguments import check_tensor
 from parallelkit.collectives import shard_bounds
 from parallelkit.errors import InvalidArgumentError, InvalidTypeError, ParallelKitError
 from parallelkit.group import Group, default_group
 from parallelkit.nn import exchange
 from parallelkit.ops import wide_dtype
-from parallelkit.together import refused
 
 __all__ = ["vocab_parallel_cross_entropy"]
 
@@ -63,7 +63,7 @@ def vocab_parallel_cross_entropy(
     try:
         _check(logits_shard, target, ignore_index, label_smoothing, reduction)
     except ParallelKitError as fault:
-        raise refused(group, fault) from fault
+        raise refuse_instead(group, fault) from fault
     classes = exchange.whole_length(
         logits_shard,
         logits_shard.ndim - 1,
@@ -78,11 +78,11 @@ def vocab_parallel_cross_entropy(
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         outside = (valid & ((target < 0) | (target >= classes))).nonzero()
         if len(outside):
-            fault = InvalidArgumentError(
+            beyond = InvalidArgumentError(
                 f"{_CALL}: target must be in [0, {classes}) or ignore_index={ignore_index}, got "
                 f"{int(target[tuple(outside[0])])} at {outside[0].tolist()}"
             )
-            raise refused(group, fault)
+            raise refuse_instead(group, beyond)
     losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits_shard, target, valid, group, classes, label_smoothing
     )

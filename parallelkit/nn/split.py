@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from parallelkit.arguments import check_size
+from parallelkit.arguments import as_size
 from parallelkit.collectives import shard_bounds
 from parallelkit.errors import InvalidArgumentError, InvalidTypeError
 from parallelkit.group import Group
@@ -33,7 +33,7 @@ def check_layer(
 ) -> None:
     """Raise for sizes, a device or a dtype that no layer can have."""
     for name, size in sizes.items():
-        check_size(call, name, size)
+        as_size(call, name, size)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InvalidTypeError(f"{call}: dtype must be a floating-point dtype, got {dtype!r}")
     if device is not None:

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parallelkit.agreement import refuse, tell
+from parallelkit.agreement import refuse, refuse_instead, tell
 from parallelkit.arguments import described, signature_of
 from parallelkit.collectives import shard_bounds
-from parallelkit.errors import InvalidArgumentError, InvalidTypeError, ParallelKitError
+from parallelkit.errors import InvalidTypeError, ParallelKitError
 from parallelkit.group import Group
 from parallelkit.ops import DTYPE_CODES
-from parallelkit.together import refused
 from parallelkit.transport import REDUCTIONS, Call, Pending, Reply
 
 __all__ = ["Term", "check_dtype", "check_reply", "total_of"]
@@ -65,7 +64,7 @@ def check_dtype(name: str, dtype: torch.dtype, group: Group) -> None:
         fault = InvalidTypeError(
             f"tensor-parallel {name}: wanted float32, float64, bfloat16 or float16, got {dtype}"
         )
-        raise refused(group, fault) from fault
+        raise refuse_instead(group, fault) from fault
 
 
 def check_reply(

@@ -62,7 +62,9 @@ def tensor_parallel(
     Raises:
         InvalidArgumentError: a plan this model or group size cannot follow (unknown names or
             styles, heads that do not divide), or models or plans that differ between ranks; on
-            every rank, with nothing changed.
+            every rank, as is the next, with nothing changed.
+        InvalidTypeError: what is no model, or no plan. A group that is none is refused on its rank:
+            it cannot tell the others.
     """
     group = default_group(group)
     planned = _agree(group, model, plan, sequence_parallel)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from parallelkit.errors import InvalidArgumentError
+from parallelkit.errors import InvalidArgumentError, InvalidTypeError
 
 __all__ = ["COLUMN", "EMBEDDING", "ROW", "Planned", "is_attention", "is_conv1d", "resolve"]
 
@@ -87,7 +87,12 @@ def resolve(model: nn.Module, plan: str | Mapping[str, str], size: int) -> list[
 
     Raises:
         InvalidArgumentError: no plan, an unknown style or name, or what cannot be split so.
+        InvalidTypeError: what is no model, or no plan.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(
+            f"tensor_parallel: model must be a torch.nn.Module, got {type(model).__name__}"
+        )
     entries, automatic = _entries(model, plan)
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -137,8 +142,14 @@ def resolve(model: nn.Module, plan: str | Mapping[str, str], size: int) -> list[
 def _entries(model: nn.Module, plan: str | Mapping[str, str]) -> tuple[dict[str, str], bool]:
     """A plan's patterns, from the top of the model, and whether they were found here."""
     if isinstance(plan, Mapping):
+        for name, style in plan.items():
+            if not (isinstance(name, str) and isinstance(style, str)):
+                raise InvalidTypeError(
+                    "tensor_parallel: plan must map names of modules to names of styles, got "
+                    f"{name!r}: {style!r}"
+                )
         return dict(plan), False
-    if plan != "auto":
+    if not isinstance(plan, str) or plan != "auto":
         raise InvalidArgumentError(
             f'tensor_parallel: plan must be "auto" or a mapping of names to styles, got {plan!r}'
         )

@@ -18,20 +18,21 @@ from .. import checkpoint
 from ..errors import InvalidArgumentError
 from ..group import Group
 from ..optimizer import ShardedAdamW
+from ..together import together
 from .result import Result
 
 
 def check_folders(save: Path | None, resume: Path | None) -> None:
     """Refuse folders that a run could not go on from, or would destroy."""
     same = save is not None and resume is not None and save.resolve() == resume.resolve()
-    if resume is not None and not same and not checkpoint.exists(resume):
+    if resume is not None and not _has_checkpoint("--resume", resume) and not same:
         raise InvalidArgumentError(
             f"--resume {resume} must hold a checkpoint; name the folder that --save had, or give "
             "both the same folder to start afresh where it is empty"
         )
     if save is None:
         return
-    if not same and checkpoint.exists(save):
+    if not same and _has_checkpoint("--save", save):
         raise InvalidArgumentError(
             f"--save {save} must not hold another run's checkpoint; add --resume {save} to go on "
             "from it, or name another folder"
@@ -42,6 +43,13 @@ def check_folders(save: Path | None, resume: Path | None) -> None:
         raise InvalidArgumentError(
             f"--save {save} must be a folder to write in, got: {error.strerror}"
         ) from None
+
+
+def _has_checkpoint(option: str, folder: Path) -> bool:
+    try:
+        return checkpoint.exists(folder)
+    except checkpoint.CheckpointError as error:
+        raise InvalidArgumentError(f"{option} {error}") from None
 
 
 def settings_of(
@@ -89,7 +97,7 @@ class Checkpoints:
         Raises:
             InvalidArgumentError: it is of a run with other settings. Nothing was changed.
         """
-        if not self._group._gather_objects(checkpoint.exists(folder))[0]:
+        if not together(self._group, lambda: checkpoint.exists(folder), "--resume")[0]:
             return 0
         nothing = nn.Module()  # first its notes alone
         notes = checkpoint.load(folder, nothing, group=self._group)
