@@ -375,8 +375,10 @@ def _device(device: torch.device | str | None, group: dist.ProcessGroup | None) 
     if device is not None:
         try:
             return _existing(torch.device(device))
-        except (RuntimeError, TypeError) as error:  # torch's, of a name that is none
-            raise InvalidArgumentError(f"device must name a device: {error}") from None
+        except (RuntimeError, TypeError):  # torch's, of a name that is none
+            raise InvalidArgumentError(
+                f"device must name a device, such as cpu or cuda:0, got {device!r}"
+            ) from None
     if group is not None and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -39,8 +39,10 @@ def check_layer(
     if device is not None:
         try:
             torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise InvalidArgumentError(f"{call}: device must name a device: {error}") from None
+        except (RuntimeError, TypeError):
+            raise InvalidArgumentError(
+                f"{call}: device must name a device, such as cpu or cuda:0, got {device!r}"
+            ) from None
 
 
 @dataclass(frozen=True)

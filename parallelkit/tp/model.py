@@ -7,6 +7,7 @@ and only then replaces modules by those of parallelkit.nn.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -86,11 +87,17 @@ def _agree(
         return sequence_parallel, planned, hashes
 
     told = together(group, describe, "tensor_parallel")
-    _, planned, first = told[0]
-    for rank, (*theirs, values) in enumerate(told):
-        if theirs != [told[0][0], planned]:
+    sequence, planned, first = told[0]
+    for rank, (theirs_sequence, theirs, values) in enumerate(told):
+        pairs = zip_longest(
+            (f"sequence_parallel={sequence}", *planned),
+            (f"sequence_parallel={theirs_sequence}", *theirs),
+        )
+        odd = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        if odd is not None:
             raise InvalidArgumentError(
-                f"tensor_parallel: ranks 0 and {rank} have different plans; nothing was changed"
+                f"tensor_parallel: ranks 0 and {rank} have different plans, {odd[0]} and {odd[1]}; "
+                "give every rank the same. Nothing was changed"
             )
         differing = [name for name in first if values.get(name) != first[name]]
         if differing or values.keys() != first.keys():

@@ -64,7 +64,7 @@ def choose_transport(
         raise InvalidArgumentError(
             f"Group: algorithm (or PARALLELKIT_ALGORITHM) must be {' or '.join(ALGORITHMS)} "
             f"and the same on every rank, got {', '.join(algorithms)} on ranks 0 to "
-            f"{len(facts) - 1} [rank {rank} of {len(facts)}]"
+            f"{len(facts) - 1}"
         )
     hosts = _grouped(places)
     members = next(host for host in hosts if rank in host)
