@@ -34,6 +34,10 @@ class DataParallel(nn.Module):
     often, one without work as `backward(None, weight=0)`. With `sync=False` ranks need not agree.
     `state_dict`, `named_parameters` and attributes are those of the module, without prefix.
 
+    A parameter that some ranks have frozen, or do not use, counts as zeros there and gets the mean
+    as its gradient like everywhere; an optimizer of the same parameters on every rank keeps
+    replicas equal then too.
+
     Args:
         module: any module, already where it belongs (`.to(...)` comes before); its parameters and
             buffers become those of rank 0.

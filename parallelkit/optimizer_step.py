@@ -40,7 +40,7 @@ def hyper_parameters(groups: Sequence[Mapping[str, Any]], max_grad_norm: float |
     """A hash of those of all parameter groups, and of the norm; raises for what is no number."""
     call = "ShardedAdamW.step"
     check_max_norm(call, max_grad_norm)
-    numbers: list[Any] = [max_grad_norm]
+    numbers = [0.0 if max_grad_norm is None else float(max_grad_norm)]  # None has no fixed hash
     for group in groups:
         numbers += [*check_hyper_parameters(call, group), group["amsgrad"], group["maximize"]]
     return hash(tuple(numbers))

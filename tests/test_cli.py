@@ -147,6 +147,18 @@ def test_a_package_that_is_missing_is_named_before_anything_is_measured(
     )
 
 
+@pytest.mark.parametrize("file", ["nowhere/picture.png", ".png", "picture.docx", ""])
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_measured(
+    file, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("parallelkit.testing.run_ranks", None)
+    (tmp_path / ".png").mkdir()
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "collectives", "--plot", str(tmp_path / file)])
+    assert end.value.code == 2
+    assert "argument --plot: must" in capsys.readouterr().err
+
+
 def raising(error: BaseException):
     def call() -> int:
         raise error

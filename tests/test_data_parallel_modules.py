@@ -259,6 +259,24 @@ def test_a_parameter_frozen_on_one_rank_counts_zeros_there():
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def frozen_and_stepped(group, later):
+    module = mlp()
+    module[0].requires_grad_(later or group.rank == 1)
+    model = pk.DataParallel(module, group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        module[0].requires_grad_(group.rank == 1)
+        optimizer.zero_grad()
+        accumulate(model, [items([3, 4], seed=step)[group.rank]])
+        optimizer.step()
+    return digest(model.parameters())
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_replicas_stay_equal_where_a_parameter_is_frozen_on_one_rank(later):
+    assert same(run_ranks(frozen_and_stepped, 2, later))
+
+
 def wide_gradients(group):
     """bf16 gradients of 1 and many of 2^-9, which bf16 drops when it adds them one by one."""
     found = {}

@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from ranks import digest, same
-from torch import nn
+from ranks import digest, message_of, same
 from torch.nn.parallel import DistributedDataParallel
 from training import Leaf, gradients, items, mean_square, mlp, one_process, worst
 
@@ -67,14 +66,23 @@ def test_a_rank_of_weight_0_spreads_no_nan():
 
 
 def bad_weight(group):
-    model, state = wrap(nn.Sequential(mlp()), group, bucket_cap_mb=1e-4)
-    state.weight = [3, -1][group.rank]
-    with pytest.raises(RuntimeError) as caught:
-        mean_square(model, items([2])[0][0]).backward()
-    group.barrier()  # the group stays usable
-    return str(caught.value)
+    model, state = wrap(mlp(), group, bucket_cap_mb=1e-4)
+    texts, errors = [], []
+    batches = items([3, 4])
+    batch, weight = batches[group.rank]
+    for kind, wrong in ((ValueError, -1), (TypeError, "3")):
+        state.weight = [3, wrong][group.rank]
+        texts.append(message_of(kind, lambda: mean_square(model, batch).backward()))
+        model.zero_grad()
+        state.weight = weight
+        mean_square(model, batch).backward()
+        errors.append(worst(gradients(model.module), one_process(model.module, batches)))
+        model.zero_grad()
+    return texts, errors
 
 
-def test_a_bad_weight_raises_on_every_rank():
-    for text in run_ranks(bad_weight, 2):
-        assert "-1.0 on rank 1" in text
+def test_a_bad_weight_raises_on_every_rank_and_the_next_backward_works():
+    for (number, kind), errors in run_ranks(bad_weight, 2):
+        assert "-1.0 on rank 1" in number
+        assert "got str [rank 1 of 2]" in kind
+        assert max(errors) <= 1e-6

@@ -117,6 +117,10 @@ def test_folders_are_checked_before_a_rank_starts(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=complaint):
             prepare(small(tmp_path, 1, save=save, resume=resume), 1)
+    (full / "current").unlink()  # lost, but not what it names
+    for save, resume in ((full, full), (None, full), (full, None)):
+        with pytest.raises(InvalidArgumentError, match="current is missing.*there is version-"):
+            prepare(small(tmp_path, 1, save=save, resume=resume), 1)
 
 
 def children_of(parent: int) -> list[int]:
