@@ -70,7 +70,7 @@ class _Held(NamedTuple):
 
     whole: str  # dtype and shape
     numel: int  # of the whole
-    boxes: dict[tuple[int, ...], int]  # elements of each, by where it begins
+    boxes: dict[tuple[int, ...], int]  # elements of each, by where it begins; (): of the whole
 
 
 def save(
@@ -279,7 +279,7 @@ def _must_fit(told: list[dict[str, _Held]]) -> None:
                     "Nothing was written"
                 )
             boxes.update(held.boxes)
-        if sum(boxes.values()) != having[first].numel:
+        if having[first].numel not in (boxes.get(()), sum(boxes.values())):
             raise InvalidArgumentError(
                 f"checkpoint.save: the {len(told)} ranks of the group hold {sum(boxes.values())} "
                 f"of the {having[first].numel} elements of {name}; the group must be of all ranks "

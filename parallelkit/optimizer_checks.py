@@ -61,7 +61,7 @@ def check_max_norm(call: str, max_grad_norm: object) -> None:
         return
     if not isinstance(max_grad_norm, Real) or not float(max_grad_norm) > 0:
         raise InvalidArgumentError(
-            f"{call}: max_grad_norm must be a number above 0 or None, got {max_grad_norm!r}"
+            f"{call}: max_grad_norm must be above 0 or None, got {max_grad_norm!r}"
         )
 
 

@@ -149,7 +149,7 @@ def optimizers(group: pk.Group, folder: Path) -> dict[str, Case]:
         "one beta": (TypeError, "betas must be two numbers", {"betas": (0.9,)}),
         "a beta's kind": (TypeError, "beta2 must be a number", {"betas": (0.9, None)}),
         "eps": (TypeError, "eps must be a number", {"eps": "1e-8"}),
-        "norm": (ValueError, "max_grad_norm must be a number above 0", {"max_grad_norm": -1}),
+        "norm": (ValueError, "max_grad_norm must be above 0", {"max_grad_norm": -1}),
         "norm of NaN": (ValueError, "above 0 or None, got nan", {"max_grad_norm": math.nan}),
         "norm's kind": (ValueError, "above 0 or None, got '1'", {"max_grad_norm": "1"}),
     }
@@ -241,8 +241,15 @@ def refusals(group: pk.Group, topic: Any, folder: Path) -> dict[tuple[str, str],
 TOPICS = (exchanges, losses, layers, groups, optimizers, checkpoints, wrappers)
 
 
-@pytest.mark.parametrize("topic", TOPICS)
-def test_bad_input_on_one_rank_or_on_all_is_one_error_on_every_rank(topic, tmp_path):
+@pytest.mark.parametrize(
+    ("topic", "algorithm"),
+    [*((topic, "auto") for topic in TOPICS), (layers, "reference")],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_bad_input_on_one_rank_or_on_all_is_one_error_on_every_rank(
+    topic, algorithm, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PARALLELKIT_ALGORITHM", algorithm)
     told = run_ranks(refusals, 2, topic, tmp_path)
     assert same(told)
     for (name, who), (part, text) in told[0].items():
