@@ -74,6 +74,8 @@ def _average(
             state._error = state._error or error
         return gradients
 
+    if bucket.index() == 0:
+        state._error = None  # of a backward that did not come to its end
     if bucket.is_last():  # DDP's own end of the backward comes between the two
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(partial(_raise, state)))

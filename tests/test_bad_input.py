@@ -332,7 +332,7 @@ def test_good_input_that_differs_between_ranks_is_told_apart(tmp_path):
     told = run_ranks(different, 2, tmp_path)
     assert same(told)
     parts = (
-        "reduction='mean' instead of reduction='sum'",
+        "vocab_parallel_cross_entropy: rank 1 differs from rank 0: reduction='mean' instead of",
         "label_smoothing=0.1 instead of label_smoothing=0.0",
         "dim=1 instead of dim=0",
         "float32[2, 3] on rank 0 and float32[3, 3] on rank 1",

@@ -75,12 +75,13 @@ def _back(x: Tensor, dim: int) -> Tensor:
     return x.movedim(0, dim).contiguous() if dim else x
 
 
-def whole_length(x: Tensor, dim: int, group: Group, **alike: object) -> int:
+def whole_length(call: str, x: Tensor, dim: int, group: Group, **alike: object) -> int:
     """How long the tensor is of which the ranks' x are the shards along `dim`; collective.
 
     A compiled graph cannot ask its peers: there the shards must be of one length.
 
     Args:
+        call: what asks, for errors.
         x: this rank's shard.
         dim: at least 0.
         group: the ranks.
@@ -93,7 +94,6 @@ def whole_length(x: Tensor, dim: int, group: Group, **alike: object) -> int:
     mine = x.shape[dim]
     if torch.compiler.is_compiling():
         return mine * group.size
-    call = "tensor-parallel all-gather"
     told = [f"{name}={value!r}" for name, value in {"dim": dim, **alike}.items()]
     heard = group._gather_objects((mine, told), call, described(x))
     check_alike(call, [theirs for _, theirs in heard])
@@ -102,8 +102,8 @@ def whole_length(x: Tensor, dim: int, group: Group, **alike: object) -> int:
     bounds = [shard_bounds(total, group.size, rank) for rank in range(group.size)]
     if lengths != [stop - start for start, stop in bounds]:
         raise InvalidArgumentError(
-            f"tensor-parallel all-gather: along dimension {dim} the ranks hold {lengths}, which is "
-            f"not how pk.shard_bounds({total}, {group.size}, rank) cuts; "
+            f"{call}: along dimension {dim} the ranks hold {lengths}, which is not how "
+            f"pk.shard_bounds({total}, {group.size}, rank) cuts; "
             "pk.nn.functional.scatter_to_group makes such shards"
         )
     return total

@@ -120,7 +120,7 @@ def gather_from_group(
     except ParallelKitError as fault:
         raise refuse_instead(group, fault) from fault
     if length is None:
-        length = exchange.whole_length(x, dim, group, grad=grad)
+        length = exchange.whole_length(name, x, dim, group, grad=grad)
     return _Gather.apply(x, group, dim, length, grad == "partial")  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -265,7 +265,7 @@ class ColumnParallelLinear(SplitLinear):
         """With sequence_parallel, how long dimension -2 of x is over all ranks; collective."""
         if not self.sequence_parallel:
             return None
-        return exchange.whole_length(x, x.ndim - 2, self.group)
+        return exchange.whole_length(type(self).__name__, x, x.ndim - 2, self.group)
 
     def enter(self, x: Tensor) -> Tensor:
         """x as the layer's products read it: whole, its gradient summed over the group."""

@@ -65,6 +65,7 @@ def vocab_parallel_cross_entropy(
     except ParallelKitError as fault:
         raise refuse_instead(group, fault) from fault
     classes = exchange.whole_length(
+        _CALL,
         logits_shard,
         logits_shard.ndim - 1,
         group,
