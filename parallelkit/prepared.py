@@ -23,7 +23,7 @@ from .layout import COPY, copy_back, flat_view, is_flat
 from .transport import Call, Pending, Reply
 from .transport.cuda_peer import CudaPeer
 
-__all__ = ["PreparedAllReduce", "Work", "fulfil", "weight_for"]
+__all__ = ["PreparedAllReduce", "Work", "weight_for"]
 
 
 class Work:
@@ -57,13 +57,13 @@ class Work:
 
         if devices:  # `wait` only orders the current stream: here one that nobody else uses
             with torch.cuda.stream(torch.cuda.Stream(devices[0])):
-                fulfil(future, self.wait)
+                _fulfil(future, self.wait)
         else:
-            threading.Thread(target=fulfil, args=(future, self.wait), daemon=True).start()
+            threading.Thread(target=_fulfil, args=(future, self.wait), daemon=True).start()
         return future
 
 
-def fulfil(
+def _fulfil(
     future: torch.futures.Future[torch.Tensor], promised: Callable[[], torch.Tensor]
 ) -> None:
     """Give a future what was promised, or the error that came instead."""
