@@ -51,8 +51,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Load once, where ranks are forked from, what takes seconds (torch.optim needs _dynamo)."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(
-        ["parallelkit.testing", "torch._dynamo"]
-    )
+    """Start the server that ranks are forked from; it loads once what takes seconds."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["preload"])
     forkserver.ensure_running()

@@ -35,7 +35,7 @@ def transport(request, monkeypatch):
 def outcomes(fn, size, *args):
     """What each rank returned, raised, or died of."""
     try:
-        return run_ranks(fn, size, *args, timeout=20)
+        return run_ranks(fn, size, *args)
     except RanksFailedError as error:
         return error.outcomes
 
