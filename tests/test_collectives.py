@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import warnings
 
 import oracle
 import pytest
@@ -184,6 +185,7 @@ def test_a_value_that_is_not_finite_reaches_every_rank():
 
 
 def weights_of_all_kinds(group: pk.Group) -> None:
+    warnings.simplefilter("error")
     mine = random(3, group.rank, (17,), torch.float32)
     kinds = [
         3 if group.rank else 1,
@@ -203,7 +205,6 @@ def weights_of_all_kinds(group: pk.Group) -> None:
     assert torch.equal(x, random(3, 1, (17,), torch.float32))
 
 
-@pytest.mark.filterwarnings("error")
 def test_an_int_a_float_and_a_0_dim_tensor_are_the_same_weight():
     run_ranks(weights_of_all_kinds, 2)
 

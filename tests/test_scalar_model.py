@@ -79,6 +79,6 @@ def test_the_readme_example_prints_what_it_says(tmp_path):
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    # Where Python does not buffer, a line and its end are two writes, and others come between.
+    # Where Python does not buffer, a line and its end are two writes: another's may come between.
     printed = re.findall(r"rank \d: w = 0\.9(?!\d)|\S+", done.stdout)
     assert sorted(printed) == ["rank 0: w = 0.9", "rank 1: w = 0.9"]
