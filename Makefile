@@ -33,7 +33,7 @@ build: $(VENV)/.installed ## compile what changed in csrc/
 
 test: build ## run all tests
 	@echo "== running all tests, two files at a time"
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 demo: build ## train a small GPT on two ranks and check it against one process (STEPS=50)
 	@echo "== training on two ranks, checking against one process"

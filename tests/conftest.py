@@ -43,6 +43,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("large"):
                 item.add_marker(pytest.mark.skip(reason="needs many gigabytes; runs with --large"))
+    # Files with a slow test begin first: at the end both workers have something left to do.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     rehearsal = os.environ.get("PARALLELKIT_TEST_DEVICE") == "cpu"
     lacking = "" if rehearsal else load_cuda()[1]
     for item in items:

@@ -97,6 +97,7 @@ def expected() -> tuple[ByteGPT, dict[str, Any]]:
     return model, optimizer.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_every_layout_reads_what_a_mesh_wrote(tmp_path: Path, dtype: torch.dtype) -> None:
     path = str(tmp_path)

@@ -214,6 +214,7 @@ def test_nproc_under_torchrun_is_refused(capsys, monkeypatch):
 # --- with ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_train_checks_itself_against_one_process(tmp_path, nproc):
     readme = Path(__file__).parents[1] / "README.md"

@@ -31,7 +31,10 @@ ROOT = Path(__file__).parents[1]
 PARTS = ("communicator", "sharded_step", "work", "virtual_ranks", "bindings")
 BLOCKS = 2
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")

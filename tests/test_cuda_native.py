@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLAGS = ["-std=c++20", "-g", "-O1", "-fsanitize=thread", "-ffp-contract=off", "-pthread"]
+FLAGS = ["-std=c++20", "-g1", "-O1", "-fsanitize=thread", "-ffp-contract=off", "-pthread"]
 SPEC = importlib.util.find_spec("parallelkit._cuda")
 
 
@@ -53,6 +53,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "ranks", "threads", "blocks"),
     [

@@ -319,6 +319,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
             pk.init(device="cuda")
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_right_after_init_ends_well(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys\nimport parallelkit as pk\npk.init()\nsys.exit(0)\n")

@@ -286,6 +286,7 @@ def on_two_hosts(folder):
     os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))),
     reason="needs root, iproute2 and util-linux",

@@ -211,6 +211,7 @@ def test_compiles_without_spills_and_within_limits(target, case):
         assert found == golden["kernels"][f"{target}: {case}"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(VERSION < (3, 7), reason="Triton 3.6 fails to; tuning passes over it")
 def test_specialized_warps_compile_for_sm_90():
     # Which `tune` may find faster: one group of warps loads, two multiply.

@@ -16,11 +16,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RACE = 66  # ThreadSanitizer's exit status
-FLAGS = ["-std=c++20", "-g", "-O1", "-fsanitize=thread", "-ffp-contract=off", "-pthread"]
+FLAGS = ["-std=c++20", "-g1", "-O1", "-fsanitize=thread", "-ffp-contract=off", "-pthread"]
 PRODUCT = [f"csrc/cpu/{part}.cpp" for part in ("communicator", "control", "process", "segment")]
 KERNELS = [f"csrc/cpu/{part}.cpp" for part in ("kernels", "kernels_portable")]
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")

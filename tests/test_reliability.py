@@ -136,6 +136,7 @@ def killed_rounds(launches, folder):
     assert shared_names() <= names
 
 
+@pytest.mark.slow
 def test_survivors_of_a_killed_rank_name_it_within_a_second_and_keep_nothing(tmp_path):
     killed_rounds(10, tmp_path)
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 import parallelkit as pk
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
 VOCAB, HIDDEN = 53, 32  # 53 does not divide by 2 or 4
 BATCH, TOKENS = 2, 7

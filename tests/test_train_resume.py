@@ -138,6 +138,7 @@ def run_that_loses_a_rank() -> None:
     sys.exit(main())
 
 
+@pytest.mark.slow
 def test_a_lost_rank_makes_torchrun_go_on_from_the_last_checkpoint(tmp_path: Path) -> None:
     straight = run_ranks(train_small, 2, small(tmp_path, 9))[0]
     folder, script = tmp_path / "c", tmp_path / "script.py"
