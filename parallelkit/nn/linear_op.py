@@ -25,6 +25,7 @@ from parallelkit.ops import wide_dtype
 __all__ = [
     "cast_for_autocast",
     "check",
+    "check_operands",
     "composed",
     "differentiates",
     "gated_linear",
