@@ -17,6 +17,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+# torch.compile's pool of compilers would be killed with the rank that began it, and leak.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
 # Examples differ from run to run; a failing one is printed with what reproduces it. Ranks share two
 # cores with whatever else runs, so no single example has a deadline.
 hypothesis.settings.register_profile(

@@ -197,6 +197,7 @@ def test_sdist_installs_in_isolation_where_there_is_no_torch(sources: Path, tmp_
         [python, "-m", "pip", "install", "--no-deps", sdist],
         tmp_path,
         CXXFLAGS="-O0",  # quicker to compile
+        PIP_CACHE_DIR=str(tmp_path / "cache"),  # there may be no home to have it in
         PK_CPU="1",
         PK_CUDA="0",
     )

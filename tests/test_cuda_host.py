@@ -20,7 +20,7 @@ import fake_gpus
 import pybind11
 import pytest
 import torch
-from test_cuda_gpu import trained
+from test_cuda_gpu_step import trained
 
 import parallelkit as pk
 from parallelkit.ops import DTYPE_CODES

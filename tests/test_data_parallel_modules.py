@@ -349,8 +349,7 @@ def test_torch_compile_of_the_module_or_of_the_wrapper():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
-def test_torch_compile_with_inductor(monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool that a rank would leave
+def test_torch_compile_with_inductor():
     for errors in run_ranks(compiled, 1, [("inductor", 0)]):  # one process: it takes long
         assert max(errors.values()) <= CLOSE, errors
 

@@ -50,16 +50,21 @@ def test_parameters_without_gradient_or_elements_do_not_disturb_the_norm() -> No
     assert parameters[0].detach().norm().item() == pytest.approx(1.0, rel=1e-4)
 
 
-def test_it_steps_the_local_shards_of_fully_sharded_parameters() -> None:
-    found = run_ranks(step_fsdp, 2)
-    wanted = model_of(3, torch.float64)[0:5]
-    reference = torch.optim.AdamW(wanted.parameters(), lr=LR)
+def after_plain_means() -> nn.Module:
+    """One process, float64, torch.optim.AdamW on the mean of the two ranks' gradients."""
+    model = model_of(3, torch.float64)[0:5]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     for step in range(3):
-        reference.zero_grad()
+        optimizer.zero_grad()
         for rank in range(2):
-            (loss_of(wanted, batch_of(step, rank)) / 2).backward()
-        reference.step()
-    for state in found:
+            (loss_of(model, batch_of(step, rank)) / 2).backward()
+        optimizer.step()
+    return model
+
+
+def test_it_steps_the_local_shards_of_fully_sharded_parameters() -> None:
+    wanted = after_plain_means()
+    for state in run_ranks(step_fsdp, 2):
         assert_close(state, wanted)
 
 
@@ -84,14 +89,7 @@ def step_fsdp(group: pk.Group) -> dict[str, torch.Tensor]:
 
 def test_it_works_beside_torch_ddp() -> None:
     states = run_ranks(step_ddp, 2)
-    wanted = model_of(3, torch.float64)[0:5]
-    reference = torch.optim.AdamW(wanted.parameters(), lr=LR)
-    for step in range(3):
-        reference.zero_grad()
-        for rank in range(2):
-            (loss_of(wanted, batch_of(step, rank)) / 2).backward()
-        reference.step()
-    assert_close(states[0], wanted)
+    assert_close(states[0], after_plain_means())
     assert ranks.same([ranks.digest(s.values()) for s in states])
 
 
