@@ -111,22 +111,31 @@ PK_HD inline Bits mix(Bits x) {
   return x ^ (x >> 16);
 }
 
-// What elements of one block of one parameter draw at one step; `purpose` tells independent draws.
+// What elements of one block of one parameter draw their bits with at one step.
 PK_HD inline std::uint32_t block_key(std::uint64_t step, std::uint32_t parameter,
-                                     std::uint64_t block, std::uint32_t purpose) {
+                                     std::uint64_t block) {
   std::uint32_t key = mix(std::uint32_t(step) ^ 0x9e3779b9u);
   key = mix(key ^ parameter);
   key = mix(key ^ std::uint32_t(block));
-  return mix(key ^ std::uint32_t(block >> 32) ^ (purpose << 24));
+  return mix(key ^ std::uint32_t(block >> 32));
 }
 
-// The purposes. exp_avg and exp_avg_sq take the lower and the upper half of the same bits.
-enum Draw : std::uint32_t { kDrawMoments = 0, kDrawMax = 1, kDrawParam = 2 };
+// What an element rounds with, 16 bits each. `param` is the sum of the other two mod 2^16: each of
+// the three is uniform, and independent of each other one (for a given `exp_avg`, the sum takes
+// every value as often as `exp_avg_sq` does), which is all that unbiased rounding needs. The
+// largest square rounds with the bits of the square, so that it stays at least that.
+template <class Bits>
+struct Draw {
+  Bits exp_avg, exp_avg_sq, param;
+};
 
-// Of the elements from place `first` of the block on.
+// Of the elements `places` after the place `first` of the block.
 template <class L>
-PK_HD inline typename L::Bits random_bits(std::uint32_t key, std::uint32_t first) {
-  return mix(L::places() * 0x9e3779b9u + (first * 0x9e3779b9u + key));
+PK_HD inline Draw<typename L::Bits> draw(std::uint32_t key, std::uint32_t first,
+                                         typename L::Bits places) {
+  const typename L::Bits bits = mix(places * 0x9e3779b9u + (first * 0x9e3779b9u + key));
+  const typename L::Bits lower = bits & 0xffffu, upper = bits >> 16;
+  return {lower, upper, (lower + upper) & 0xffffu};
 }
 
 // --- int8: the code of a value relative to the largest of its block ----------------------------

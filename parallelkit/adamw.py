@@ -27,8 +27,6 @@ BLOCK = 256  # kMomentBlock of csrc/adam.h
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 _MASK = 0xFFFFFFFF
-_DRAWS = {"exp_avg": (0, 0), "exp_avg_sq": (0, 16), "max_exp_avg_sq": (1, 0)}  # purpose, shift
-_DRAW_PARAM = 2
 
 
 class Setting(NamedTuple):
@@ -90,28 +88,33 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _random_bits(
-    step: int, parameter: int, first: int, count: int, purpose: int, device: torch.device
+    name: str, step: int, parameter: int, first: int, count: int, device: torch.device
 ) -> torch.Tensor:
-    """32 bits for each of `count` elements from `first` (on a block), int64 [count]."""
+    """16 bits for each of `count` elements from `first` (on a block), int64 [count].
+
+    Args:
+        name: of what is rounded, one of MOMENTS or "param".
+        step, parameter, first, count: of which elements.
+        device: of the result.
+    """
     index = torch.arange(count, device=device)
     block = index // BLOCK + first // BLOCK
     key = _mix(torch.full_like(index, (step & _MASK) ^ 0x9E3779B9))
     key = _mix(key ^ parameter)
     key = _mix(key ^ (block & _MASK))
-    key = _mix(key ^ (block >> 32) ^ (purpose << 24))
-    return _mix((key + (index % BLOCK) * 0x9E3779B9) & _MASK)
+    key = _mix(key ^ (block >> 32))
+    bits = _mix((key + (index % BLOCK) * 0x9E3779B9) & _MASK)
+    lower, upper = bits & 0xFFFF, bits >> 16
+    if name == "param":
+        return (lower + upper) & 0xFFFF
+    return lower if name == "exp_avg" else upper
 
 
 def round_stochastically(
-    x: torch.Tensor,
-    step: int,
-    parameter: int,
-    first: int,
-    purpose: int = _DRAW_PARAM,
-    shift: int = 0,
+    name: str, x: torch.Tensor, step: int, parameter: int, first: int
 ) -> torch.Tensor:
     """float32 [n] as bfloat16, rounded up with the probability of what is cut off."""
-    random = _random_bits(step, parameter, first, len(x), purpose, x.device) >> shift & 0xFFFF
+    random = _random_bits(name, step, parameter, first, len(x), x.device)
     bits = x.contiguous().view(torch.int32).to(torch.int64) & _MASK
     finite = (bits & 0x7F800000) != 0x7F800000
     rounded = (bits + torch.where(finite, random, 0)) & 0xFFFF0000
@@ -153,18 +156,16 @@ def encode(
             which gives back what was decoded.
     """
     stored, scale = state[name], state.get(f"{name}_scale")
-    purpose, shift = _DRAWS[name]
     if scale is None:
         if stored.dtype == torch.bfloat16 and draw is not None:
-            value = round_stochastically(value, *draw, purpose, shift)
+            value = round_stochastically(name, value, *draw)
         stored.copy_(value)
         return
     count = len(value)
     if draw is None:
         random = torch.full_like(value, 0.5)
     else:
-        bits = _random_bits(*draw, count, purpose, value.device) >> shift & 0xFFFF
-        random = bits.float() * 2.0**-16
+        random = _random_bits(name, *draw, count, value.device).float() * 2.0**-16
     padded = value.new_zeros(len(scale) * BLOCK)
     padded[:count] = value.abs()
     scale.copy_(padded.view(-1, BLOCK).amax(1) if count else scale)

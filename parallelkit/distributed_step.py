@@ -165,5 +165,5 @@ class TorchStep:
         for name in names:
             encode(name, moments[name], state, draw)
         if param.dtype == torch.bfloat16 and "master_param" not in state:
-            value = round_stochastically(value, *draw)
+            value = round_stochastically("param", value, *draw)
         param.copy_(value)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import parallelkit as pk
+from parallelkit.adamw import MOMENTS, _random_bits
 from parallelkit.testing import virtual_ranks
 
 UNIT = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}
@@ -255,6 +256,7 @@ def test_plain_pytorch_draws_the_bits_of_the_kernel() -> None:
             lr=2.0**-12,
             weight_decay=0.0,
             eps=0.0,
+            amsgrad=True,
             state_dtype=torch.bfloat16,
             master_weights=False,
             group=pk.Group(algorithm=algorithm),
@@ -262,8 +264,57 @@ def test_plain_pytorch_draws_the_bits_of_the_kernel() -> None:
         parameter.grad = torch.linspace(1, 3, 5000).bfloat16()
         optimizer.step()
         entry = optimizer.state_dict()["state"][0]
-        found.append((parameter.detach(), entry["exp_avg"], entry["exp_avg_sq"]))
+        found.append((parameter.detach(), *(entry[name] for name in MOMENTS)))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_random_bits_are_uniform_and_independent_of_each_other() -> None:
+    """Those of one element in two, of neighbours, of blocks, of steps and of parameters."""
+    count, steps = 1 << 16, range(1, 9)
+
+    def bits(name: str, parameter: int = 3, step: int = 0, place: int = 0) -> torch.Tensor:
+        drawn = [
+            _random_bits(name, s + step, parameter, 0, count + 256, torch.device("cpu"))
+            for s in steps
+        ]
+        return torch.stack(drawn)[:, place : place + count].reshape(-1)
+
+    draws = {name: bits(name) for name in ("exp_avg", "exp_avg_sq", "param")}
+    others = {
+        **{f"{name} beside": drawn for name, drawn in draws.items()},
+        **{
+            f"{name} {at}": bits(name, **at)
+            for name in draws
+            for at in (
+                *({"place": place} for place in (1, 2, 3, 4, 8, 16, 32, 256)),
+                {"step": 1},
+                {"parameter": 4},
+            )
+        },
+    }
+    cells = 16
+    for name, drawn in draws.items():
+        assert int(drawn.min()) >= 0 and int(drawn.max()) < 1 << 16
+        for other, beside in others.items():
+            if other == f"{name} beside":
+                beside = (drawn & 15) << 12  # its lowest bits beside its highest
+            table = torch.bincount((drawn >> 12) * cells + (beside >> 12), minlength=cells**2)
+            expected = len(drawn) / cells**2
+            chi = float(((table - expected).square() / expected).sum())
+            free = cells**2 - 1
+            assert abs(chi - free) < 6 * (2 * free) ** 0.5, (name, other, chi)
+
+
+def test_the_largest_square_stays_the_largest_when_rounded() -> None:
+    parameter = nn.Parameter(torch.zeros(5000))
+    optimizer = pk.ShardedAdamW([parameter], amsgrad=True, state_dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    entry = optimizer.state_dict()["state"][0]
+    assert bool((entry["max_exp_avg_sq"] >= entry["exp_avg_sq"]).all())
+    assert bool((entry["max_exp_avg_sq"] > entry["exp_avg_sq"]).any())
 
 
 def test_extreme_scales_add_in_double() -> None:

@@ -10,21 +10,10 @@
 namespace pk {
 namespace {
 
-// What the elements of a block draw their random bits with.
-struct Draws {
-  std::uint32_t moments, max, param;
-
-  static Draws of(const AdamJob& job, std::uint64_t block) {
-    const auto key = [&](Draw purpose) {
-      return block_key(job.steps, job.parameter, block, purpose);
-    };
-    return {key(kDrawMoments), key(kDrawMax), key(kDrawParam)};
-  }
-};
-
 // A stretch with its pointers typed. P: the parameter, G: gradients, A: as added, M: moments, which
-// are A as computed or bf16 stochastically rounded.
-template <class P, class G, class A, class M>
+// are A as computed or bf16 stochastically rounded. `stochastic`: so is the parameter, a bf16
+// without a master.
+template <class P, class G, class A, class M, bool stochastic>
 struct Stretch {
   GradientSum grad;
   const P* param;
@@ -35,78 +24,93 @@ struct Stretch {
   P* const* out;
   int outputs;
 
+  static constexpr bool rounds = stochastic || !std::is_same_v<M, A>;
+  // Where everything is bf16, and only there, the order of elements in registers is free.
+  static constexpr bool even_odd = stochastic && std::is_same_v<G, bf16> && std::is_same_v<M, bf16>;
+  template <class T>
+  using Two = std::conditional_t<even_odd, EvenOdd, InOrder<T, A>>;
+  using Vectors = typename TwoVectors<A>::Vector;
+  static constexpr std::size_t lanes = TwoVectors<A>::lanes;
   using L = Lanes<A, A>;
-  using Vector = typename L::Vector;
   using Bits = typename L::Bits;
 
-  static void keep(M* moment, Vector x, Bits bits16) {
+  template <class T>
+  static typename Two<T>::Packed rounded(const Vectors& x, Bits first, Bits second) {
+    return Two<T>::upper(bf16_bits(x.half[0], first), bf16_bits(x.half[1], second));
+  }
+
+  static void keep(M* moment, const Vectors& x, Bits first, Bits second) {
     if constexpr (std::is_same_v<M, A>) {
-      L::store(moment, x);
+      Two<M>::store(moment, Two<M>::pack(x));
     } else {
-      using LM = Lanes<M, A>;
-      LM::store(moment, LM::upper(bf16_bits(x, bits16)));
+      Two<M>::store(moment, rounded<M>(x, first, second));
     }
   }
 
-  // `vectors` vectors of elements from `at` on, all in the block they are at `place` of.
-  template <bool amsgrad, bool stochastic>
-  [[gnu::always_inline]] void update(const AdamFactors<L>& factors, const Draws& draws,
-                                     std::size_t at, std::size_t place, std::size_t vectors) const {
-    using LP = Lanes<P, A>;
-    using LM = Lanes<M, A>;
-    constexpr std::size_t kMost = 4;
-    Vector sum[kMost];
-    mean_gradient<Lanes<G, A>, G, A>(grad, at, vectors, sum);
-    typename LP::Packed packed[kMost];
-    for (std::size_t v = 0; v < vectors; ++v) {
-      const std::size_t i = at + v * L::lanes;
-      AdamElement<L> e{master ? L::load(master + i) : LP::load(param + i),
-                       LM::load(exp_avg + i),
-                       LM::load(exp_avg_sq + i),
-                       {}};
-      if (amsgrad) e.max_exp_avg_sq = LM::load(max_exp_avg_sq + i);
-      adam_update<L, amsgrad>(factors, sum[v], e);
-      const auto random = [&](std::uint32_t key) {
-        return random_bits<L>(key, std::uint32_t(place + v * L::lanes));
-      };
-      Bits bits{};  // the halves of one draw: one for each moment
-      if constexpr (!std::is_same_v<M, A>) bits = random(draws.moments);
-      keep(exp_avg + i, e.exp_avg, bits & 0xffffu);
-      keep(exp_avg_sq + i, e.exp_avg_sq, bits >> 16);
-      if (amsgrad) {
-        if constexpr (!std::is_same_v<M, A>) bits = random(draws.max);
-        keep(max_exp_avg_sq + i, e.max_exp_avg_sq, bits & 0xffffu);
-      }
-      if (master) L::store(master + i, e.param);
-      if constexpr (stochastic) {
-        packed[v] = LP::upper(bf16_bits(e.param, random(draws.param) & 0xffffu));
+  // `count` times two vectors of elements from `at` on, all in the block they are at `place` of.
+  template <bool amsgrad>
+  [[gnu::always_inline]] void update(const AdamFactors<L>& factors, std::uint32_t key,
+                                     std::size_t at, std::size_t place, std::size_t count) const {
+    constexpr std::size_t kMost = 2;
+    Vectors sum[kMost];
+    mean_gradient<Two<G>, G, A>(grad, at, count, sum);
+    typename Two<P>::Packed packed[kMost];
+    for (std::size_t v = 0; v < count; ++v) {
+      const std::size_t i = at + v * lanes;
+      Vectors p, m = Two<M>::load(exp_avg + i), s = Two<M>::load(exp_avg_sq + i), most{};
+      if constexpr (even_odd) {
+        p = Two<P>::load(param + i);
       } else {
-        packed[v] = LP::pack(e.param);
+        p = master ? InOrder<A, A>::load(master + i) : Two<P>::load(param + i);
+      }
+      if (amsgrad) most = Two<M>::load(max_exp_avg_sq + i);
+      Draw<Bits> drawn[2] = {};
+      for (int h = 0; h < 2; ++h) {
+        AdamElement<L> e{p.half[h], m.half[h], s.half[h], most.half[h]};
+        adam_update<L, amsgrad>(factors, sum[v].half[h], e);
+        p.half[h] = e.param, m.half[h] = e.exp_avg;
+        s.half[h] = e.exp_avg_sq, most.half[h] = e.max_exp_avg_sq;
+        if constexpr (rounds) {
+          drawn[h] = draw<L>(key, std::uint32_t(place + v * lanes), Two<P>::places(h));
+        }
+      }
+      keep(exp_avg + i, m, drawn[0].exp_avg, drawn[1].exp_avg);
+      keep(exp_avg_sq + i, s, drawn[0].exp_avg_sq, drawn[1].exp_avg_sq);
+      if (amsgrad) {
+        keep(max_exp_avg_sq + i, most, drawn[0].exp_avg_sq, drawn[1].exp_avg_sq);
+      }
+      if constexpr (!even_odd) {
+        if (master) InOrder<A, A>::store(master + i, InOrder<A, A>::pack(p));
+      }
+      if constexpr (stochastic) {
+        packed[v] = rounded<P>(p, drawn[0].param, drawn[1].param);
+      } else {
+        packed[v] = Two<P>::pack(p);
       }
     }
     for (int o = 0; o < outputs; ++o) {
-      for (std::size_t v = 0; v < vectors; ++v) LP::store(out[o] + at + v * L::lanes, packed[v]);
+      for (std::size_t v = 0; v < count; ++v) Two<P>::store(out[o] + at + v * lanes, packed[v]);
     }
   }
 
-  // The last elements, fewer than a vector, through padded vectors: the same instructions, hence
+  // The last elements, fewer than two vectors, through padded ones: the same instructions, hence
   // the same bits.
-  template <bool amsgrad, bool stochastic>
-  void update_rest(const AdamFactors<L>& factors, const Draws& draws, std::size_t at,
+  template <bool amsgrad>
+  void update_rest(const AdamFactors<L>& factors, std::uint32_t key, std::size_t at,
                    std::size_t count) const {
     const auto copy = [&](auto* to, const auto* from) {
       if (to && from) std::memcpy(to, from, count * sizeof *to);
     };
     const auto from = [&](auto* pointer) { return pointer ? pointer + at : nullptr; };
-    A sum[L::lanes] = {}, masters[L::lanes] = {};
-    M first[L::lanes] = {}, second[L::lanes] = {}, most[L::lanes] = {};
-    P params[L::lanes] = {};
-    using LG = Lanes<G, A>;
+    A masters[lanes] = {};
+    G grads[kMaxInputs][lanes];  // of `inputs` ranks
+    M first[lanes] = {}, second[lanes] = {}, most[lanes] = {};
+    P params[lanes] = {};
+    const void* in[kMaxInputs];
     for (int r = 0; r < grad.inputs; ++r) {
-      G lanes[L::lanes] = {};
-      copy(lanes, static_cast<const G*>(grad.in[r]) + at);
-      const Vector c = L::set(A(grad.coefficient[r])), x = LG::load(lanes);
-      L::store(sum, r == 0 ? c * x : L::fma(c, x, L::load(sum)));
+      std::fill_n(grads[r], lanes, G{});
+      copy(grads[r], static_cast<const G*>(grad.in[r]) + at);
+      in[r] = grads[r];
     }
     copy(masters, from(master));
     if (!master) copy(params, from(param));
@@ -114,18 +118,13 @@ struct Stretch {
     copy(second, from(exp_avg_sq));
     copy(most, from(max_exp_avg_sq));
 
-    const void* const in[] = {sum};
-    const double one = 1.0;
+    GradientSum padded = grad;
+    padded.in = in;
     P* const own[] = {params};
-    const Stretch<P, A, A, M> rest{{Dtype::f32, false, 1, in, &one},
-                                   params,
-                                   master ? masters : nullptr,
-                                   first,
-                                   second,
-                                   max_exp_avg_sq ? most : nullptr,
-                                   own,
-                                   1};
-    rest.template update<amsgrad, stochastic>(factors, draws, 0, at % kMomentBlock, 1);
+    const Stretch rest{padded, params, master ? masters : nullptr,
+                       first,  second, max_exp_avg_sq ? most : nullptr,
+                       own,    1};
+    rest.template update<amsgrad>(factors, key, 0, at % kMomentBlock, 1);
 
     copy(from(master), masters);
     copy(from(exp_avg), first);
@@ -137,30 +136,28 @@ struct Stretch {
 
 template <class P, class G, class A, class M, bool amsgrad, bool stochastic>
 void update_stretch(const AdamJob& job) {
-  using L = Lanes<A, A>;
-  const Stretch<P, G, A, M> stretch{job.grad,
-                                    static_cast<const P*>(job.param),
-                                    reinterpret_cast<A*>(job.master),
-                                    static_cast<M*>(job.moments.exp_avg),
-                                    static_cast<M*>(job.moments.exp_avg_sq),
-                                    static_cast<M*>(job.moments.max_exp_avg_sq),
-                                    reinterpret_cast<P* const*>(job.out),
-                                    job.outputs};
-  const auto factors = AdamFactors<L>::of(job.step, A(0));
+  using S = Stretch<P, G, A, M, stochastic>;
+  const S stretch{job.grad,
+                  static_cast<const P*>(job.param),
+                  reinterpret_cast<A*>(job.master),
+                  static_cast<M*>(job.moments.exp_avg),
+                  static_cast<M*>(job.moments.exp_avg_sq),
+                  static_cast<M*>(job.moments.max_exp_avg_sq),
+                  reinterpret_cast<P* const*>(job.out),
+                  job.outputs};
+  const auto factors = AdamFactors<typename S::L>::of(job.step, A(0));
   for (std::size_t begin = 0, block = 0; begin < job.count; begin += kMomentBlock, ++block) {
     const std::size_t end = std::min<std::size_t>(begin + kMomentBlock, job.count);
-    Draws draws{};
-    if constexpr (stochastic || !std::is_same_v<M, A>) draws = Draws::of(job, job.block + block);
+    const std::uint32_t key =
+        S::rounds ? block_key(job.steps, job.parameter, job.block + block) : 0;
     std::size_t at = begin;
-    const auto update = [&](std::size_t vectors) {
-      stretch.template update<amsgrad, stochastic>(factors, draws, at, at - begin, vectors);
-      at += vectors * L::lanes;
+    const auto update = [&](std::size_t count) {
+      stretch.template update<amsgrad>(factors, key, at, at - begin, count);
+      at += count * S::lanes;
     };
-    while (at + 4 * L::lanes <= end) update(4);
-    while (at + L::lanes <= end) update(1);
-    if (at < end) {
-      stretch.template update_rest<amsgrad, stochastic>(factors, draws, at, end - at);
-    }
+    while (at + 2 * S::lanes <= end) update(2);
+    while (at + S::lanes <= end) update(1);
+    if (at < end) stretch.template update_rest<amsgrad>(factors, key, at, end - at);
   }
 }
 
@@ -242,27 +239,23 @@ class DecodedBlock {
             nullptr,       nullptr,  nullptr};
   }
 
-  void encode(const Draws& draws) {
+  void encode(std::uint32_t key) {
     using L = Lanes<float, float>;
-    const auto second = [&](BlockOfFloats& x, void* codes, float* scales, auto bits) {
+    const auto drawn = [&](std::uint32_t place) { return draw<L>(key, place, L::places()); };
+    const auto second = [&](BlockOfFloats& x, void* codes, float* scales) {
       const float scale = scales[block_] = largest(x, n_);
       encode_block(x, n_, static_cast<std::uint8_t*>(codes) + block_ * kMomentBlock,
                    [&](L::Vector v, std::uint32_t place) {
-                     return encode_exp_avg_sq<L>(v, scale, bits(place));
+                     return encode_exp_avg_sq<L>(v, scale, drawn(place).exp_avg_sq);
                    });
     };
     const float scale = m_.exp_avg_scale[block_] = largest(exp_avg_, n_);
     encode_block(exp_avg_, n_, static_cast<std::int8_t*>(m_.exp_avg) + block_ * kMomentBlock,
                  [&](L::Vector v, std::uint32_t place) {
-                   return encode_exp_avg<L>(v, scale,
-                                            random_bits<L>(draws.moments, place) & 0xffffu);
+                   return encode_exp_avg<L>(v, scale, drawn(place).exp_avg);
                  });
-    second(exp_avg_sq_, m_.exp_avg_sq, m_.exp_avg_sq_scale,
-           [&](std::uint32_t place) { return random_bits<L>(draws.moments, place) >> 16; });
-    if (m_.max_exp_avg_sq) {
-      second(max_exp_avg_sq_, m_.max_exp_avg_sq, m_.max_exp_avg_sq_scale,
-             [&](std::uint32_t place) { return random_bits<L>(draws.max, place) & 0xffffu; });
-    }
+    second(exp_avg_sq_, m_.exp_avg_sq, m_.exp_avg_sq_scale);
+    if (m_.max_exp_avg_sq) second(max_exp_avg_sq_, m_.max_exp_avg_sq, m_.max_exp_avg_sq_scale);
   }
 
  private:
@@ -313,7 +306,7 @@ void update_blocks(const AdamJob& job) {
       DecodedBlock moments(job.moments, block, one.count);
       one.moments = moments.floats();
       step();
-      moments.encode(Draws::of(job, one.block));
+      moments.encode(block_key(job.steps, job.parameter, one.block));
     } else {
       one.moments = skip(job.moments, at);
       step();

@@ -57,7 +57,7 @@ void weighted_sum(const WeightedSum& job) {
                       : sum_elements<Lanes<float, float>, float, float>(job);
     case Dtype::bf16:
       return job.wide ? sum_elements<Scalar<bf16, double>, bf16, double>(job)
-                      : sum_elements<Bf16Pairs, bf16, float>(job);
+                      : sum_elements<EvenOdd, bf16, float>(job);
     case Dtype::f16:
       return job.wide ? sum_elements<Scalar<f16, double>, f16, double>(job)
                       : sum_elements<Lanes<f16, float>, f16, float>(job);

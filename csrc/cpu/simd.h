@@ -124,36 +124,68 @@ struct Lanes<f16, float> : Arithmetic<float> {
   static void store(f16* p, Packed v) { std::memcpy(p, &v, sizeof v); }
 };
 
-// bfloat16 two by two, for sums: the 16-bit words at even and at odd places become a vector each,
-// without the shuffles that widening in order costs.
-struct Bf16Pairs {
-  using Half = Arithmetic<float>;
-  static constexpr std::size_t lanes = 2 * Half::lanes;
-  struct Vector {
-    Half::Vector even, odd;
-    Vector operator*(Vector b) const { return {even * b.even, odd * b.odd}; }
-  };
-  using Packed = Half::Bits;
-  static Vector set(float x) { return {Half::set(x), Half::set(x)}; }
-  static Vector fma(Vector a, Vector b, Vector c) {
-    return {Half::fma(a.even, b.even, c.even), Half::fma(a.odd, b.odd, c.odd)};
-  }
-  static Vector load(const bf16* p) {
-    const Packed words = load_vector<Packed>(p);
-    return {bit_cast<Half::Vector>(words << 16), bit_cast<Half::Vector>(words & 0xffff0000u)};
-  }
-  static Packed pack(Vector v) {
-    return (bf16_bits<Packed>(v.even) >> 16) | (bf16_bits<Packed>(v.odd) & 0xffff0000u);
-  }
-  static void store(bf16* p, Packed v) { std::memcpy(p, &v, sizeof v); }
-};
-
 #else
 
 template <class T, class A>
 using Lanes = Scalar<T, A>;
-using Bf16Pairs = Scalar<bf16, float>;
 
+#endif
+
+// --- two vectors at a time, with the interface of one -------------------------------------------
+
+template <class A>
+struct TwoVectors {
+  using Half = Lanes<A, A>;
+  static constexpr std::size_t lanes = 2 * Half::lanes;
+  struct Vector {
+    typename Half::Vector half[2];
+    Vector operator*(Vector b) const { return {half[0] * b.half[0], half[1] * b.half[1]}; }
+  };
+  static Vector set(A x) { return {Half::set(x), Half::set(x)}; }
+  static Vector fma(Vector a, Vector b, Vector c) {
+    return {Half::fma(a.half[0], b.half[0], c.half[0]), Half::fma(a.half[1], b.half[1], c.half[1])};
+  }
+};
+
+template <class T, class A>
+struct InOrder : TwoVectors<A> {
+  using L = Lanes<T, A>;
+  using typename TwoVectors<A>::Vector;
+  struct Packed {
+    typename L::Packed half[2];
+  };
+  static Vector load(const T* p) { return {L::load(p), L::load(p + L::lanes)}; }
+  static Packed pack(Vector v) { return {L::pack(v.half[0]), L::pack(v.half[1])}; }
+  static Packed upper(typename L::Bits first, typename L::Bits second) {
+    return {L::upper(first), L::upper(second)};
+  }
+  static void store(T* p, Packed v) {
+    L::store(p, v.half[0]);
+    L::store(p + L::lanes, v.half[1]);
+  }
+  static typename L::Bits places(int half) { return L::places() + std::uint32_t(half * L::lanes); }
+};
+
+#if defined(__AVX2__)
+// The elements at even and those at odd places: bfloat16 widens and narrows so without the shuffles
+// that it costs in order.
+struct EvenOdd : TwoVectors<float> {
+  using L = Lanes<bf16, float>;
+  using Packed = L::Bits;
+  static Vector load(const bf16* p) {
+    Packed words;
+    std::memcpy(&words, p, sizeof words);
+    return {bit_cast<Half::Vector>(words << 16), bit_cast<Half::Vector>(words & 0xffff0000u)};
+  }
+  static Packed pack(Vector v) {
+    return upper(bf16_bits<Packed>(v.half[0]), bf16_bits<Packed>(v.half[1]));
+  }
+  static Packed upper(Packed even, Packed odd) { return (even >> 16) | (odd & 0xffff0000u); }
+  static void store(bf16* p, Packed v) { std::memcpy(p, &v, sizeof v); }
+  static Packed places(int half) { return L::places() * 2 + std::uint32_t(half); }
+};
+#else
+using EvenOdd = InOrder<bf16, float>;
 #endif
 
 }  // namespace

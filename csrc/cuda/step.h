@@ -28,10 +28,9 @@ PK_HD inline void load_moment(bool second, const void* stored, const float* scal
   }
 }
 
-// `shift` chooses which 16 of an element's random bits this moment uses.
 template <class S, class A, class Block, int n>
 PK_HD inline void store_moment(const Block& block, bool second, void* stored, float* scales,
-                               const Unit<Block, n>& unit, std::uint32_t key, int shift,
+                               const Unit<Block, n>& unit, std::uint32_t key,
                                const A (&x)[n][kGroup]) {
   using L = Scalar<A, A>;
   float scale = 0.0f;
@@ -52,8 +51,8 @@ PK_HD inline void store_moment(const Block& block, bool second, void* stored, fl
         value[i] = x[g][i];
         continue;
       } else {
-        const std::uint32_t bits =
-            random_bits<L>(key, std::uint32_t(unit.index(g) + i)) >> shift & 0xffffu;
+        const auto drawn = draw<L>(key, std::uint32_t(unit.index(g) + i), 0);
+        const std::uint32_t bits = second ? drawn.exp_avg_sq : drawn.exp_avg;
         if constexpr (sizeof(S) == 2) {
           value[i] = Scalar<bf16, float>::upper(bf16_bits(x[g][i], bits));
         } else {
@@ -110,10 +109,8 @@ PK_HD inline void update_unit(Team<Block>& team, const Pieces& pieces, const Pie
     }
   }
 
-  const auto key = [&](Draw purpose) {
-    const std::uint64_t block = piece.first / kMomentBlock + unit.number;
-    return block_key(steps, piece.number, block, purpose);
-  };
+  const std::uint32_t key =
+      block_key(steps, piece.number, piece.first / kMomentBlock + unit.number);
   const int outputs = row.param_segment < 0 ? 1 : endpoint.size;
   for (int g = 0; g < n; ++g) {
     const std::uint64_t at = unit.at + unit.index(g);
@@ -124,7 +121,7 @@ PK_HD inline void update_unit(Team<Block>& team, const Pieces& pieces, const Pie
       if (row.stochastic) {
         for (int i = 0; i < kGroup; ++i) {
           const std::uint32_t place = std::uint32_t(unit.index(g) + i);
-          const std::uint32_t bits = random_bits<Scalar<A, A>>(key(kDrawParam), place) & 0xffffu;
+          const std::uint32_t bits = draw<Scalar<A, A>>(key, place, 0).param;
           rounded[i].bits = std::uint16_t(bf16_bits(param[g][i], bits) >> 16);
         }
       }
@@ -147,12 +144,11 @@ PK_HD inline void update_unit(Team<Block>& team, const Pieces& pieces, const Pie
       store_group(reinterpret_cast<P*>(base + place), count, unit.aligned, rounded);
     }
   }
-  const std::uint32_t draw = key(kDrawMoments);
-  store_moment<S>(team.block(), false, m.exp_avg, m.exp_avg_scale, unit, draw, 0, exp_avg);
-  store_moment<S>(team.block(), true, m.exp_avg_sq, m.exp_avg_sq_scale, unit, draw, 16, exp_avg_sq);
+  store_moment<S>(team.block(), false, m.exp_avg, m.exp_avg_scale, unit, key, exp_avg);
+  store_moment<S>(team.block(), true, m.exp_avg_sq, m.exp_avg_sq_scale, unit, key, exp_avg_sq);
   if (amsgrad) {
-    store_moment<S>(team.block(), true, m.max_exp_avg_sq, m.max_exp_avg_sq_scale, unit,
-                    key(kDrawMax), 0, max_exp_avg_sq);
+    store_moment<S>(team.block(), true, m.max_exp_avg_sq, m.max_exp_avg_sq_scale, unit, key,
+                    max_exp_avg_sq);
   }
 }
 
