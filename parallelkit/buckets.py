@@ -40,6 +40,7 @@ import torch
 
 from .errors import UsageError
 from .group import Group
+from .ops import DTYPE_CODES, cpu
 from .prepared import PreparedAllReduce
 
 __all__ = ["LINE_BYTES", "Bucket", "GradientBuckets", "Slot", "Spec", "next_reference"]
@@ -78,6 +79,7 @@ class Slot:
     rounded: torch.Tensor | None  # the mean in the parameter's dtype, where the bucket is wider
     dtype: torch.dtype  # of the parameter
     used: bool = False
+    largest: float = math.inf  # no element of `view` is larger in magnitude, if this is finite
 
     def __post_init__(self) -> None:
         shown = [tensor for tensor in (self.view, self.rounded) if tensor is not None]
@@ -102,10 +104,13 @@ class Slot:
         gradient = gradient.detach()
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        if private and self.used:
+        self.largest = math.inf
+        if not private:
+            self.view.copy_(gradient)
+        elif self.used:
             self.view.add_(gradient)
         else:
-            self.view.copy_(gradient)
+            self.largest = _copy(self.view, gradient)
         self.used = True
         self.show(None if private else self.view)
 
@@ -244,6 +249,8 @@ class GradientBuckets:
             self.settle()
             for part in (*(bucket.flat for bucket in self._buckets), *outside):
                 part.mul_(reference / following)
+            for slot in self.slots:
+                slot.largest = math.inf
         self.weight, self.reference = total, following
         return unit / following
 
@@ -254,6 +261,7 @@ class GradientBuckets:
             s for s in self.slot_of.values() if self.private and s.used and s.parameter.grad is None
         ]
         for slot in seen:
+            slot.largest = math.inf
             slot.show(slot.view)
         try:
             yield
@@ -296,11 +304,40 @@ class GradientBuckets:
                     return False
         return True
 
+    def largest(self) -> float:
+        """No element of the sums is larger in magnitude; infinity where that is not known.
+
+        Known it is, at no cost, where each gradient was copied here once.
+        """
+        return max((slot.largest for slot in self.slots if slot.used), default=0.0)
+
     def reset(self) -> None:
         """Forget the sums."""
         self.weight, self.reference = 0.0, 1.0
         for slot in self.slot_of.values():
-            slot.used = False
+            slot.used, slot.largest = False, math.inf
+
+
+def _copy(view: torch.Tensor, gradient: torch.Tensor) -> float:
+    """Copy a gradient to its place; the largest magnitude, infinity where that is not known."""
+    if (
+        cpu is None
+        or type(gradient) is not torch.Tensor
+        or (gradient.dtype, gradient.device) != (view.dtype, view.device)
+        or gradient.dtype not in DTYPE_CODES
+        or gradient.device.type != "cpu"
+        or not (
+            gradient.stride() == view.stride()  # which is dense
+            or (gradient.is_contiguous() and view.is_contiguous())
+        )
+        or gradient.is_neg()
+    ):
+        view.copy_(gradient)
+        return math.inf
+    threads = torch.get_num_threads()
+    addresses = view.data_ptr(), gradient.data_ptr()
+    code = DTYPE_CODES[view.dtype]
+    return float(cpu.copy_gradient(*addresses, view.numel(), code, threads))
 
 
 def next_reference(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -24,7 +25,14 @@ from .optimizer_checks import (
 )
 from .optimizer_layout import Buffer, Member, local_of, place, place_like_gradients
 from .optimizer_state import StateFormat, checked_entries, owned_entry, pack, refresh_master, whole
-from .optimizer_step import Facts, agree, check_places, hyper_parameters, usable_gradient
+from .optimizer_step import (
+    Agreed,
+    Facts,
+    agree,
+    check_places,
+    hyper_parameters,
+    usable_gradient,
+)
 from .together import check_alike, together
 from .transport.cuda_peer import CudaPeer
 
@@ -61,7 +69,8 @@ class ShardedAdamW(Optimizer):
     Attributes:
         members: of each parameter that has state, where it lies and what this rank owns.
         averages: whether `step` averages the gradients, that is with `data_parallel`.
-        last_grad_norm: of the last step before clipping, 0-dim float64; None where not measured.
+        last_grad_norm: of the last step before clipping, 0-dim float64; None where the step had no
+            need of it, which `max_grad_norm=math.inf` gives it.
 
     Raises:
         InvalidArgumentError, InvalidTypeError: a bad option or parameter.
@@ -282,11 +291,11 @@ class ShardedAdamW(Optimizer):
             gradients = self._gradients()
         except ParallelKitError as error:
             fault, settings, gradients = error, 0, {}
-        moving = self._agree(gradients, settings, fault)
-        if moving:
-            for member in moving:
+        agreed = self._agree(gradients, settings, fault)
+        if agreed.moving:
+            for member in agreed.moving:
                 refresh_master(member)
-            self._move(moving, gradients, 1.0 / self._loss_scale)
+            self._move(agreed, gradients)
         if self._buckets is not None:
             self._buckets.reset()
         return loss
@@ -317,33 +326,35 @@ class ShardedAdamW(Optimizer):
         gradients: Mapping[Member, torch.Tensor],
         settings: int,
         fault: ParallelKitError | None,
-    ) -> list[Member]:
-        """Tell the ranks what is used here; the members that move, the same on every rank."""
-        members = list(self._options)
-        if self._buckets is None:
+    ) -> Agreed:
+        """Tell the ranks what is used here, and hear what follows."""
+        members, buckets = list(self._options), self._buckets
+        if buckets is None:
             used, weight = bytes(m in gradients for m in members), 1.0
+            largest = math.inf
         else:
-            used, weight = bytes(s.used for s in self._slots.values()), self._buckets.weight
-        mine = Facts(used, weight, settings, fault)
-        moving, total = agree(mine, self.group, members, averaged=self._buckets is None)
-        if self._buckets is not None:
-            self._buckets.total_weight = torch.tensor(total, dtype=torch.float64)
-        return moving
+            used, weight = bytes(s.used for s in self._slots.values()), buckets.weight
+            largest = buckets.largest() * self._scale()
+        mine = Facts(used, weight, settings, fault, largest)
+        agreed = agree(mine, self.group, members, averaged=buckets is None)
+        if buckets is not None:
+            buckets.total_weight = torch.tensor(agreed.weight, dtype=torch.float64)
+        return agreed
 
-    def _move(
-        self, moving: list[Member], gradients: Mapping[Member, torch.Tensor], scale: float
-    ) -> None:
+    def _scale(self) -> float:
+        """The factor that this rank's gradients still need."""
+        reference = 1.0 if self._buckets is None else self._buckets.reference
+        return reference / self._loss_scale
+
+    def _move(self, agreed: Agreed, gradients: Mapping[Member, torch.Tensor]) -> None:
         """One step of the members that move."""
         assert self._step is not None
-        weight = 1.0
-        if self._buckets is not None:
-            weight, scale = self._buckets.weight, scale * self._buckets.reference
         self.last_grad_norm = self._step.move(
-            {member: (gradients[member], self._options[member]) for member in moving},
-            weight,
-            scale,
+            {member: (gradients[member], self._options[member]) for member in agreed.moving},
+            1.0 if self._buckets is None else self._buckets.weight,
+            self._scale(),
             self.max_grad_norm,
-            self.skip_nonfinite,
+            self.skip_nonfinite and not agreed.finite,
             quiet=self._loss_scale != 1.0,  # with a loss scale, skipping is nothing unusual
         )
 

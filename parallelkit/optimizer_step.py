@@ -16,6 +16,7 @@ from .optimizer_layout import Member
 from .sharded_step import Squares, Work
 
 __all__ = [
+    "Agreed",
     "Facts",
     "agree",
     "check_places",
@@ -34,6 +35,19 @@ class Facts(NamedTuple):
     weight: float  # items that this rank's gradients stand for
     settings: int  # hash of all hyper-parameters
     fault: ParallelKitError | None
+    largest: float  # magnitude of its gradients times what they count for; infinity: not known
+
+
+class Agreed(NamedTuple):
+    """What follows from it, the same on every rank."""
+
+    moving: list[Member]  # the parameters that move
+    weight: float  # of all ranks
+    finite: bool  # the mean gradient is certainly finite
+
+
+# Well below the range of float32, so that no order of adding overflows.
+_SURELY_FINITE = 2.0**100
 
 
 def hyper_parameters(groups: Sequence[Mapping[str, Any]], max_grad_norm: float | None) -> int:
@@ -46,10 +60,8 @@ def hyper_parameters(groups: Sequence[Mapping[str, Any]], max_grad_norm: float |
     return hash(tuple(numbers))
 
 
-def agree(
-    mine: Facts, group: Group, members: Sequence[Member], averaged: bool
-) -> tuple[list[Member], float]:
-    """The members that move and the total weight, or an error; the same on every rank. Collective.
+def agree(mine: Facts, group: Group, members: Sequence[Member], averaged: bool) -> Agreed:
+    """What follows for the step, or an error; the same on every rank. Collective.
 
     Args:
         mine: of this rank.
@@ -77,7 +89,11 @@ def agree(
     # Nothing at all where every weight is 0.
     some = [any(flags) for flags in zip(*(f.used for f in heard if f.weight > 0), strict=True)]
     moving = [member for member, moves in zip(members, some, strict=False) if moves]
-    return moving, math.fsum(facts.weight for facts in heard)
+    weight = math.fsum(facts.weight for facts in heard)
+    largest = sum(facts.largest for facts in heard if facts.weight > 0)
+    # Those of other tensor-parallel ranks count too, and have not been heard.
+    finite = largest < _SURELY_FINITE * weight and not any(member.split for member in members)
+    return Agreed(moving, weight, finite)
 
 
 def check_places(members: Iterable[Member]) -> None:

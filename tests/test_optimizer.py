@@ -249,14 +249,14 @@ def meet_nan(group: pk.Group, fused: bool) -> tuple[int, list[str], list[str]]:
     backward(0)
     optimizer.step()
     digests = []
+    if fused and group.rank == 1:
+        nowhere = torch.zeros_like(model.module[4].weight)
+        nowhere[1, 7] = torch.inf
+        model.module[4].weight.register_hook(lambda gradient: gradient + nowhere)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         for step in range(3):
             backward(step)
-            where = model._buckets.slot_of.values() if fused else []
-            for slot in where:
-                if slot.name == "4.weight" and group.rank == 1:
-                    slot.view[1, 7] = torch.inf
             if not fused:
                 model.module[4].weight.grad[1, 7] = torch.nan
             optimizer.step()

@@ -12,7 +12,6 @@ namespace {
 // arithmetic costs less than a gate.
 constexpr std::uint64_t kOneShotBytes = 16384;
 // A thread is worth starting for this much of a tensor.
-constexpr std::uint64_t kBytesPerThread = 1 << 20;
 
 Cut cut_of_flat(const TensorList& list, std::uint64_t element_bytes, int size) {
   return {list.spans().front().bytes, element_bytes, size};
@@ -189,11 +188,9 @@ template <class Body>
 Result Communicator::collective(std::uint64_t bytes, int threads, const Interrupted& stop,
                                 Body body) {
   if (peers_.cause() != Outcome::done) return {peers_.cause(), peers_.culprit(), 0.0};
-  const std::uint64_t useful = max_u64(1, bytes / kBytesPerThread);
-  const int team_size = int(min_u64(std::uint64_t(std::max(threads, 1)), useful));
   Meeting meeting{peers_, ticket_, stop};
   Verdict verdict;
-  run_team(meeting, team_size, [&](Team& team) { body(team, verdict); });
+  run_team(meeting, useful_threads(bytes, threads), [&](Team& team) { body(team, verdict); });
   if (!meeting.gave_up) return {verdict.outcome, -1, verdict.total};
   for (const auto& weak : segments_) {
     if (const auto segment = weak.lock()) segment->detach();

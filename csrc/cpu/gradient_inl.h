@@ -1,4 +1,5 @@
-// The mean gradient of a stretch, and the sum of its squares; compiled like kernels_inl.h.
+// What gradients go through before a step: their way into a bucket, the mean of a stretch, and the
+// sum of its squares; compiled like kernels_inl.h.
 #pragma once
 
 #include "adam_job.h"
@@ -81,6 +82,40 @@ double sum_of_squares(const GradientSum& grad, std::size_t count) {
                        : squares<Lanes<f16, float>, f16, float>(grad, count);
   }
   return 0.0;
+}
+
+// Without their sign, the bits of floating-point numbers order as the numbers do, infinity above
+// those and NaN above infinity. Of the type T as integers, so that the compiler makes vectors of
+// it.
+template <class T, class Bits>
+double copy_of(const void* from, void* to, std::size_t count) {
+  const auto in = static_cast<const std::byte*>(from);
+  const auto out = static_cast<std::byte*>(to);
+  constexpr Bits kSign = Bits(Bits(1) << (8 * sizeof(Bits) - 1));
+  Bits most = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    Bits bits;
+    std::memcpy(&bits, in + i * sizeof bits, sizeof bits);
+    std::memcpy(out + i * sizeof bits, &bits, sizeof bits);
+    const Bits size = Bits(bits & ~kSign);
+    most = size > most ? size : most;
+  }
+  const double largest = widen(bit_cast<T>(most));
+  return largest == largest ? largest : HUGE_VAL;
+}
+
+double copy(Dtype dtype, const void* from, void* to, std::size_t count) {
+  switch (dtype) {
+    case Dtype::f64:
+      return copy_of<double, std::uint64_t>(from, to, count);
+    case Dtype::f32:
+      return copy_of<float, std::uint32_t>(from, to, count);
+    case Dtype::bf16:
+      return copy_of<bf16, std::uint16_t>(from, to, count);
+    case Dtype::f16:
+      return copy_of<f16, std::uint16_t>(from, to, count);
+  }
+  return HUGE_VAL;
 }
 
 }  // namespace

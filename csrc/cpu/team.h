@@ -99,15 +99,18 @@ struct OpenMP {
 // False on a thread where torch computes nothing: OpenMP would make it a pool of its own.
 inline thread_local bool torch_computes_here = true;
 
-// Run body(team) on at most `threads` threads, the caller's among them: on torch's, or else on ones
-// that live for this collective. Starting one costs some 20 microseconds and only large tensors ask
-// for any.
-template <class Body>
-void run_team(Meeting& meeting, int threads, Body body) {
-  const auto run = [&](int thread, int of) {
-    Team team(meeting, thread, of);
-    body(team);
-  };
+// How many of `threads` so many bytes keep busy.
+inline int useful_threads(std::uint64_t bytes, int threads) {
+  constexpr std::uint64_t kBytesPerThread = 1 << 20;
+  const std::uint64_t useful = max_u64(1, bytes / kBytesPerThread);
+  return int(min_u64(std::uint64_t(threads < 1 ? 1 : threads), useful));
+}
+
+// Call run(thread, of) on at most `threads` threads, the caller's among them: on torch's, or else
+// on ones that live for this call. Starting one costs some 20 microseconds and only large tensors
+// ask for any.
+template <class Run>
+void run_threads(int threads, Run run) {
   if (threads == 1) return run(0, 1);
   const OpenMP& openmp = OpenMP::of_process();
   if (torch_computes_here && openmp.parallel && openmp.thread && openmp.threads) {
@@ -121,6 +124,15 @@ void run_team(Meeting& meeting, int threads, Body body) {
   for (int t = 1; t < threads; ++t) others.emplace_back([&, t] { run(t, threads); });
   run(0, threads);
   for (std::thread& thread : others) thread.join();
+}
+
+// Run body(team) on them.
+template <class Body>
+void run_team(Meeting& meeting, int threads, Body body) {
+  run_threads(threads, [&](int thread, int of) {
+    Team team(meeting, thread, of);
+    body(team);
+  });
 }
 
 }  // namespace pk
