@@ -249,7 +249,7 @@ class GradientBuckets:
             self.settle()
             for part in (*(bucket.flat for bucket in self._buckets), *outside):
                 part.mul_(reference / following)
-            for slot in self.slots:
+            for slot in self.slot_of.values():
                 slot.largest = math.inf
         self.weight, self.reference = total, following
         return unit / following
@@ -309,7 +309,7 @@ class GradientBuckets:
 
         Known it is, at no cost, where each gradient was copied here once.
         """
-        return max((slot.largest for slot in self.slots if slot.used), default=0.0)
+        return max((slot.largest for slot in self.slot_of.values() if slot.used), default=0.0)
 
     def reset(self) -> None:
         """Forget the sums."""
