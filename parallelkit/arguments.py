@@ -32,13 +32,13 @@ _KINDS = {d: n for n, d in enumerate((*DTYPE_CODES, torch.complex64, torch.compl
 
 def as_number(name: str, weight: Weight) -> float:
     """A weight as a float; InvalidTypeError, in the name of the call, where it is no number."""
-    if isinstance(weight, torch.Tensor) and weight.dim() == 0 and not weight.is_complex():
-        return float(weight.detach())
     if isinstance(weight, (int, float)):
         try:
             return float(weight)
         except OverflowError:
             return math.inf  # refused with every other weight that is not finite
+    if isinstance(weight, torch.Tensor) and weight.dim() == 0 and not weight.is_complex():
+        return float(weight.detach())
     raise InvalidTypeError(
         f"{name}: weight must be an int, a float or a 0-dim tensor, got {type(weight).__name__}"
         + (f" of shape {list(weight.shape)}" if isinstance(weight, torch.Tensor) else "")
@@ -85,4 +85,7 @@ def described(tensor: torch.Tensor) -> str:
 
 def signature_of(tensors: Sequence[torch.Tensor]) -> int:
     """A number that differs between lists of other count, shapes or dtypes; equal on every rank."""
-    return hash(tuple([(_KINDS[t.dtype], t.shape) for t in tensors])) & (1 << 63) - 1
+    number = len(tensors)
+    for tensor in tensors:
+        number = hash((number, _KINDS[tensor.dtype], tensor.shape))
+    return number & (1 << 63) - 1

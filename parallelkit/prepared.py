@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .agreement import refuse, tell
 from .arguments import (
@@ -191,10 +192,11 @@ class PreparedAllReduce:
             )
         for tensor, copy in self._copies:
             copy_back(tensor, copy)
-        torch.autograd.graph.increment_version(self._tensors)
-        if isinstance(reply.total, torch.Tensor):
-            return reply.total
-        return torch.scalar_tensor(reply.total, dtype=torch.float64, device=self._group.device)
+        increment_version(self._tensors)
+        total = reply.total
+        if isinstance(total, float):
+            total = torch.scalar_tensor(total, dtype=torch.float64, device=self._group.device)
+        return total
 
 
 def _listed(name: str, tensors: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -211,7 +213,8 @@ def _listed(name: str, tensors: torch.Tensor | Sequence[torch.Tensor]) -> Sequen
 def weight_for(name: str, weight: Weight, group: Group) -> float | torch.Tensor:
     """A weight as a float; one that lies on a GPU stays there where the GPU itself can take it."""
     if (
-        isinstance(weight, torch.Tensor)
+        not isinstance(weight, (int, float))
+        and isinstance(weight, torch.Tensor)
         and weight.is_cuda
         and weight.dim() == 0
         and not weight.is_complex()

@@ -110,13 +110,14 @@ PYBIND11_MODULE(_cpu, module) {
                            py::ssize_t(slab.segment->slab_bytes()));
   });
 
-  py::class_<TensorList, std::shared_ptr<TensorList>>(module, "TensorList");
+  // Those a small collective passes are local to the module, which makes them quicker to find.
+  py::class_<TensorList, std::shared_ptr<TensorList>>(module, "TensorList", py::module_local());
 
   bind_adam(module);
 
   py::class_<Task, std::shared_ptr<Task>>(module, "Task").def("done", &Task::done);
 
-  py::class_<Rank>(module, "Communicator")
+  py::class_<Rank>(module, "Communicator", py::module_local())
       .def(py::init<std::shared_ptr<Segment>, int, int, const std::vector<int>&, int, std::uint64_t,
                     double, bool>(),
            py::arg("control"), py::arg("rank"), py::arg("size"), py::arg("pids"), py::arg("cores"),
@@ -125,11 +126,11 @@ PYBIND11_MODULE(_cpu, module) {
       .def("add_segment", [](Rank& self, const std::shared_ptr<Segment>& segment,
                              std::uint64_t name) { self.comm.add_segment(segment, name); })
       .def("tensors",
-           [](Rank& self,
-              const std::vector<std::tuple<std::uintptr_t, std::uint64_t, int>>& tensors) {
+           [](Rank& self, const std::vector<py::tuple>& tensors) {  // address, bytes, dtype
              auto list = std::make_shared<TensorList>();
-             for (const auto& [address, bytes, dtype] : tensors) {
-               list->add(pointer(address), bytes, Dtype(dtype));
+             for (const py::tuple& each : tensors) {
+               list->add(pointer(each[0].cast<std::uintptr_t>()), each[1].cast<std::uint64_t>(),
+                         Dtype(each[2].cast<int>()));
              }
              self.comm.locate(*list);
              return list;

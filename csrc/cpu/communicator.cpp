@@ -170,18 +170,6 @@ void Communicator::add_segment(const std::shared_ptr<Segment>& segment, std::uin
   names_.push_back(name);
 }
 
-void Communicator::locate(TensorList& list) const {
-  std::vector<std::shared_ptr<Segment>> alive;
-  std::vector<std::uint64_t> names;
-  for (std::size_t i = 0; i < segments_.size(); ++i) {
-    if (auto segment = segments_[i].lock()) {
-      alive.push_back(std::move(segment));
-      names.push_back(names_[i]);
-    }
-  }
-  list.locate(alive, names, rank());
-}
-
 int Communicator::visited(int step) const { return ring_ ? (rank() + 1 + step) % size() : step; }
 
 template <class Body>

@@ -41,7 +41,7 @@ class Communicator {
 
   // Memory of Group.empty, named alike on every rank, in which tensors are worked on in place.
   void add_segment(const std::shared_ptr<Segment>& segment, std::uint64_t name);
-  void locate(TensorList& list) const;
+  void locate(TensorList& list) const { list.locate(segments_, names_, rank()); }
 
   // `threads` is the most to use; small tensors take one.
   Result all_reduce(const TensorList& list, Header header, int threads, const Interrupted& stop);

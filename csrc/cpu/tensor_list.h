@@ -35,18 +35,20 @@ class TensorList {
   }
 
   // Find each tensor in the group's shared memory. placement() stays 0 unless all are there.
-  void locate(const std::vector<std::shared_ptr<Segment>>& segments,
+  void locate(const std::vector<std::weak_ptr<Segment>>& segments,
               const std::vector<std::uint64_t>& names, int rank) {
     PlacementHash placement;
     bool all = !spans_.empty();
     for (Span& span : spans_) {
       bool found = span.bytes == 0;
       for (std::size_t i = 0; i < segments.size() && !found; ++i) {
-        const std::byte* slab = segments[i]->slab(rank);
-        if (span.data < slab || span.data + span.bytes > slab + segments[i]->slab_bytes()) continue;
-        span.stride = segments[i]->stride();
-        if (std::find(held_.begin(), held_.end(), segments[i]) == held_.end()) {
-          held_.push_back(segments[i]);
+        auto segment = segments[i].lock();
+        if (!segment) continue;
+        const std::byte* slab = segment->slab(rank);
+        if (span.data < slab || span.data + span.bytes > slab + segment->slab_bytes()) continue;
+        span.stride = segment->stride();
+        if (std::find(held_.begin(), held_.end(), segment) == held_.end()) {
+          held_.push_back(std::move(segment));
         }
         placement.add(names[i], std::uint64_t(span.data - slab));
         found = true;

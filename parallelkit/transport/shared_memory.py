@@ -90,8 +90,20 @@ class _Background:
         return bool(self._task.done())
 
     def wait(self) -> Reply:
-        result, heard = self._transport._native().wait(self._task)
+        result, heard = self._transport._comm.wait(self._task)
         return self._transport._reply(result)._replace(heard=heard)
+
+
+class _Closed:
+    """What takes the communicator's place when its group is closed."""
+
+    broken = False
+
+    def leave(self) -> None:
+        """A second close does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UsageError(CLOSED)
 
 
 class SharedMemory:
@@ -138,12 +150,7 @@ class SharedMemory:
     @property
     def broken(self) -> bool:
         """Whether a rank was lost; no call works any more."""
-        return self._comm is not None and bool(self._comm.broken)
-
-    def _native(self) -> Any:
-        if self._comm is None:
-            raise UsageError(CLOSED)
-        return self._comm
+        return bool(self._comm.broken)
 
     def _reply(self, result: tuple[int, int, float]) -> Reply:
         number, rank, total = result
@@ -160,41 +167,41 @@ class SharedMemory:
         if numel == 0:
             return torch.empty(tuple(shape), dtype=dtype)
         segment = self._mapper(numel * dtype.itemsize)
-        self._native().add_segment(segment, self._segments)
+        self._comm.add_segment(segment, self._segments)
         self._segments += 1
         slab = segment.slab(self.rank)
         return torch.frombuffer(slab, dtype=dtype, count=numel).view(tuple(shape))
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return self._native().tensors(
+        return self._comm.tensors(
             [(t.data_ptr(), t.nbytes, DTYPE_CODES[t.dtype]) for t in tensors]
         )
 
     def all_reduce(self, prepared: Any, call: Call) -> Reply:
-        return self._reply(self._native().all_reduce(prepared, call, torch.get_num_threads()))
+        return self._reply(self._comm.all_reduce(prepared, call, torch.get_num_threads()))
 
     def start_all_reduce(self, prepared: Any, call: Call, told: bytes) -> _Background:
-        task = self._native().start_all_reduce(prepared, call, torch.get_num_threads(), told)
+        task = self._comm.start_all_reduce(prepared, call, torch.get_num_threads(), told)
         return _Background(self, task)
 
     def start_reduce_scatter(
         self, prepared: Any, shard: torch.Tensor, call: Call, told: bytes
     ) -> _Background:
         place = shard.data_ptr(), _row_bytes(shard)
-        start = self._native().start_reduce_scatter
+        start = self._comm.start_reduce_scatter
         return _Background(self, start(prepared, *place, call, torch.get_num_threads(), told))
 
     def reduce_scatter(
         self, prepared: Any, shard: torch.Tensor, call: Call, unit_bytes: int = 0
     ) -> Reply:
         """As every transport; shards are whole multiples of `unit_bytes`, default one row."""
-        return self._sharded(self._native().reduce_scatter, prepared, shard, call, unit_bytes)
+        return self._sharded(self._comm.reduce_scatter, prepared, shard, call, unit_bytes)
 
     def all_gather(
         self, prepared: Any, shard: torch.Tensor, call: Call, unit_bytes: int = 0
     ) -> Reply:
         """As every transport; shards as in `reduce_scatter`."""
-        return self._sharded(self._native().all_gather, prepared, shard, call, unit_bytes)
+        return self._sharded(self._comm.all_gather, prepared, shard, call, unit_bytes)
 
     def _sharded(
         self, collective: Any, prepared: Any, shard: torch.Tensor, call: Call, unit_bytes: int
@@ -206,28 +213,27 @@ class SharedMemory:
 
     def measure_gradient(self, step: Any, call: Call) -> Reply:
         """`step.squares` becomes the sum over what this rank owns (parallelkit.sharded_step)."""
-        return self._reply(self._native().measure_gradient(step, call, torch.get_num_threads()))
+        return self._reply(self._comm.measure_gradient(step, call, torch.get_num_threads()))
 
     def sharded_step(self, step: Any, call: Call) -> Reply:
         """Update what this rank owns, on every rank."""
-        return self._reply(self._native().sharded_step(step, call, torch.get_num_threads()))
+        return self._reply(self._comm.sharded_step(step, call, torch.get_num_threads()))
 
     def exchange(self, message: bytes, subject: int = 0) -> tuple[Reply, list[bytes]]:
-        result, messages = self._native().exchange(message, subject)
+        result, messages = self._comm.exchange(message, subject)
         return self._reply(result), messages
 
     def barrier(self) -> Reply:
-        return self._reply(self._native().barrier())
+        return self._reply(self._comm.barrier())
 
     def traffic(self) -> tuple[int, int]:
         """Bytes this rank has moved: what its arithmetic read and wrote; what was staged beside."""
-        read, written, staged = self._native().traffic
+        read, written, staged = self._comm.traffic
         return read + written, staged
 
     def close(self) -> None:
-        if self._comm is not None:
-            self._comm.leave()
-            self._comm = None
+        self._comm.leave()
+        self._comm = _Closed()
 
 
 def _row_bytes(shard: torch.Tensor) -> int:
