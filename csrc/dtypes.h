@@ -95,10 +95,17 @@ PK_HD inline Bits bf16_bits(Float x, Bits addend) {
   const Bits quiet = bits | 0x400000u;  // NaN stays one
   return x != x ? quiet : bits + addend;
 }
-// To nearest even by integer addition: the instructions made for it flush subnormals.
+// To nearest even by integer addition: the instructions made for it flush subnormals. A tie goes up
+// where the last bit that stays is 1; copied to the lower end, it makes the tie more than one. Not
+// for a NaN, unless its lower half is 0: then it stays as it is.
+template <class Bits>
+PK_HD inline Bits bf16_nearest(Bits bits) {
+  return (bits | ((bits >> 16) & 1u)) + 0x7fffu;
+}
 template <class Bits, class Float>
 PK_HD inline Bits bf16_bits(Float x) {
-  return bf16_bits(x, 0x7fffu + ((bit_cast<Bits>(x) >> 16) & 1u));
+  const Bits bits = bit_cast<Bits>(x);
+  return x != x ? bits | 0x400000u : bf16_nearest(bits);
 }
 
 template <>

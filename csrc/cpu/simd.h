@@ -177,8 +177,11 @@ struct EvenOdd : TwoVectors<float> {
     std::memcpy(&words, p, sizeof words);
     return {bit_cast<Half::Vector>(words << 16), bit_cast<Half::Vector>(words & 0xffff0000u)};
   }
+  // Of sums of bfloat16: a NaN among them is quiet and its lower half is 0, for it comes from a
+  // bfloat16 or from the processor, so that rounding need not look for any.
   static Packed pack(Vector v) {
-    return upper(bf16_bits<Packed>(v.half[0]), bf16_bits<Packed>(v.half[1]));
+    return upper(bf16_nearest(bit_cast<Packed>(v.half[0])),
+                 bf16_nearest(bit_cast<Packed>(v.half[1])));
   }
   static Packed upper(Packed even, Packed odd) { return (even >> 16) | (odd & 0xffff0000u); }
   static void store(bf16* p, Packed v) { std::memcpy(p, &v, sizeof v); }
