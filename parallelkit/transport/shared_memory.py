@@ -173,9 +173,7 @@ class SharedMemory:
         return torch.frombuffer(slab, dtype=dtype, count=numel).view(tuple(shape))
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> Any:
-        return self._comm.tensors(
-            [(t.data_ptr(), t.nbytes, DTYPE_CODES[t.dtype]) for t in tensors]
-        )
+        return self._comm.tensors([(t.data_ptr(), t.nbytes, DTYPE_CODES[t.dtype]) for t in tensors])
 
     def all_reduce(self, prepared: Any, call: Call) -> Reply:
         return self._reply(self._comm.all_reduce(prepared, call, torch.get_num_threads()))
