@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,6 +17,10 @@ from .transport.choose import usable_cores
 from .transport.shared_memory import SharedMemory
 
 __all__ = ["DistributedStep"]
+
+# Of what travels at a time, all ranks' together: so little that memory for it is there already, and
+# so much that the headers beside it cost nothing.
+_COLUMN_BYTES = 8 << 20
 
 
 class DistributedStep:
@@ -74,21 +78,30 @@ class DistributedStep:
     def _moves(self, buffer: Buffer) -> bool:
         return any(member in self._work for member in buffer.members)
 
+    def _columns(self, buffer: Buffer, item_bytes: int) -> Iterator[tuple[int, int]]:
+        """(start, width): what of every rank's range travels at a time."""
+        longest = max(end - begin for begin, end in map(buffer.range, range(buffer.size)))
+        most = max(1, _COLUMN_BYTES // (buffer.size * item_bytes))
+        for start in range(0, longest, most):
+            yield start, min(most, longest - start)
+
     def _reduce_scatter(self, buffer: Buffer) -> list[tuple[Member, torch.Tensor]]:
         """The owned members that move, and the mean gradient of what is owned."""
         assert buffer.bucket is not None
-        flat, size = buffer.bucket.flat, buffer.size
-        each = max(end - begin for begin, end in map(buffer.range, range(size)))
-        rows = flat.new_zeros(size, each)
-        for rank in range(size):
-            begin, end = buffer.range(rank)
-            rows[rank, : end - begin] = flat[begin:end]
-        mine = flat.new_empty(each, dtype=wide_dtype(flat.dtype))
-        call = Call(each, 0, self._weight, self._scale, REDUCTIONS["sum"], False)
-        transport = self._group._transport
-        prepared = transport.prepare([rows.view(-1)])
-        checked(self._group, transport.reduce_scatter(prepared, mine, call), self._weight)
-        begin = buffer.range(self._group.rank)[0]
+        flat, transport = buffer.bucket.flat, self._group._transport
+        begin, end = buffer.range(self._group.rank)
+        mine = flat.new_empty(end - begin, dtype=wide_dtype(flat.dtype))
+        for start, width in self._columns(buffer, mine.element_size()):
+            rows = flat.new_zeros(buffer.size, width)
+            for rank, row in enumerate(rows):
+                first, last = buffer.range(rank)
+                part = flat[min(first + start, last) : min(first + start + width, last)]
+                row[: len(part)] = part
+            prepared, total = transport.prepare([rows.view(-1)]), mine.new_empty(width)
+            call = Call(width, 0, self._weight, self._scale, REDUCTIONS["sum"], False)
+            checked(self._group, transport.reduce_scatter(prepared, total, call), self._weight)
+            part = mine[start : start + width]
+            part.copy_(total[: len(part)])
         return [
             (member, mine[member.offset - begin + start : member.offset - begin + stop])
             for member, start, stop in buffer.pieces(self._group.rank)
@@ -96,26 +109,34 @@ class DistributedStep:
         ]
 
     def _all_gather(self, buffer: Buffer) -> None:
-        transport, size = self._group._transport, buffer.size
-        begin, _ = buffer.range(self._group.rank)
-        each = max(end - begin for begin, end in map(buffer.range, range(size)))
-        dtype = buffer.members[0].parameter.dtype
-        mine = torch.zeros(each, dtype=dtype, device=buffer.members[0].parameter.device)
-        for member, start, stop in buffer.pieces(self._group.rank):
-            at = member.offset - begin
-            mine[at + start : at + stop] = in_memory_order(member.parameter)[start:stop]
-        everybody = mine.new_empty(size * each)
-        call = Call(each, 0, 1.0, 1.0, REDUCTIONS["mean"], False)
-        prepared = transport.prepare([everybody])
-        checked(self._group, transport.all_gather(prepared, mine, call), 1.0)
-        for rank in range(size):
-            base = rank * each - buffer.range(rank)[0]
-            for member, start, stop in buffer.pieces(rank):
-                if rank != self._group.rank and member in self._work:
-                    at = base + member.offset
-                    in_memory_order(member.parameter)[start:stop] = everybody[
-                        at + start : at + stop
-                    ]
+        """Give every rank the elements of the members that this rank owns, and take theirs."""
+        transport, own = self._group._transport, self._group.rank
+        example = buffer.members[0].parameter
+        for start, width in self._columns(buffer, example.element_size()):
+            mine = torch.zeros(width, dtype=example.dtype, device=example.device)
+            for _, values, at in self._pieces(buffer, own, start, width):
+                mine[at : at + len(values)] = values
+            rows = mine.new_empty(buffer.size, width)
+            prepared = transport.prepare([rows.view(-1)])
+            call = Call(width, 0, 1.0, 1.0, REDUCTIONS["mean"], False)
+            checked(self._group, transport.all_gather(prepared, mine, call), 1.0)
+            for rank, row in enumerate(rows):
+                for member, values, at in self._pieces(buffer, rank, start, width):
+                    if rank != own and member in self._work:
+                        values.copy_(row[at : at + len(values)])
+
+    @staticmethod
+    def _pieces(
+        buffer: Buffer, rank: int, start: int, width: int
+    ) -> Iterator[tuple[Member, torch.Tensor, int]]:
+        """(member, its elements, their place) of a rank's range from `start` on."""
+        begin = buffer.range(rank)[0] + start
+        for member, first, last in buffer.pieces(rank):
+            first = max(first, begin - member.offset)
+            last = min(last, begin - member.offset + width)
+            if first < last:
+                values = in_memory_order(member.parameter)[first:last]
+                yield member, values, member.offset + first - begin
 
 
 class TorchStep:

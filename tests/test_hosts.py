@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -244,8 +245,16 @@ def on_two_hosts(folder):
     rank, size = group.rank, group.size
     device = os.environ["GLOO_SOCKET_IFNAME"]
 
-    def link_bytes():
-        return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
+    def sent(over, collective):
+        """Its result, and what this host sent for it, in multiples of the tensor's bytes."""
+        counts = []
+        for call in (lambda: None, collective):
+            result = call()
+            over.barrier()  # everybody's is done
+            path = Path(f"/sys/class/net/{device}/statistics/tx_bytes")
+            counts.append(int(path.read_text()))
+            over.barrier()  # and nobody's next has begun
+        return result, (counts[1] - counts[0]) / (4 * ELEMENTS)
 
     found = {"transport": group.transport, "size": size}
     weights = [float(r + 1) for r in range(size)]
@@ -253,21 +262,14 @@ def on_two_hosts(folder):
     flat = pk.Group(algorithm="reference")
     for name, over in (("hierarchical", group), ("flat", flat)):
         value = inputs(rank, (ELEMENTS,), torch.float32)
-        over.barrier()
-        before = link_bytes()
-        pk.weighted_all_reduce_(value, weights[rank], over)
-        over.barrier()
-        found[name] = (link_bytes() - before) / (4 * ELEMENTS)
-        found[f"{name} within bound"] = within_bound(value, mean, scale, size)
-        over.barrier()
-        before = link_bytes()
-        shard = pk.weighted_reduce_scatter(
-            inputs(rank, (ELEMENTS,), torch.float32), weights[rank], over
+        shard, found[f"{name} scatter"] = sent(
+            over, partial(pk.weighted_reduce_scatter, value, weights[rank], over)
         )
-        over.barrier()
-        found[f"{name} scatter"] = (link_bytes() - before) / (4 * ELEMENTS)
+        _, found[name] = sent(over, partial(pk.weighted_all_reduce_, value, weights[rank], over))
         mine = slice(*pk.shard_bounds(ELEMENTS, size, rank))
-        found[f"{name} within bound"] &= within_bound(shard, mean[mine], scale[mine], size)
+        found[f"{name} within bound"] = within_bound(value, mean, scale, size) and within_bound(
+            shard, mean[mine], scale[mine], size
+        )
         found[f"{name} equal"] = len(set(over._gather_objects(digest(value)))) == 1
     flat.close()
     group = pk.Group(timeout=timedelta(seconds=TIMEOUT))
