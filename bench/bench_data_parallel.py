@@ -191,12 +191,9 @@ def join_by_link(rate: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(0x40000000):  # CLONE_NEWNET; os.unshare is of Python 3.12
         raise OSError(ctypes.get_errno(), "--link needs a network namespace, that is, root")
-    limit = ("tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", rate)
-    for command in (
-        ("ip", "link", "set", "lo", "up"),
-        (*limit, "burst", "4mb", "latency", "100ms"),
-    ):
-        subprocess.run(command, check=True)
+    limit = f"tc qdisc add dev lo root tbf rate {rate} burst 4mb latency 100ms"
+    for command in ("ip link set lo up", limit):
+        subprocess.run(command.split(), check=True)
     os.environ["PARALLELKIT_ALGORITHM"] = "reference"
 
 

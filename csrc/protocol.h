@@ -150,6 +150,7 @@ enum class Outcome : int {
 };
 inline constexpr const char* kOutcomeNames[] = {
     "done", "mismatch", "bad_weight", "fault", "layouts", "peer_lost", "timeout", "interrupted"};
+static_assert(sizeof kOutcomeNames / sizeof *kOutcomeNames == int(Outcome::interrupted) + 1);
 
 // All ranks conclude it alike, nothing was changed and the group stays usable.
 PK_HD inline bool is_refusal(Outcome outcome) {

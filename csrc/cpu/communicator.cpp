@@ -11,7 +11,6 @@ namespace {
 // Up to here every rank adds up everything for itself: one gate instead of two, and the spare
 // arithmetic costs less than a gate.
 constexpr std::uint64_t kOneShotBytes = 16384;
-// A thread is worth starting for this much of a tensor.
 
 Cut cut_of_flat(const TensorList& list, std::uint64_t element_bytes, int size) {
   return {list.spans().front().bytes, element_bytes, size};

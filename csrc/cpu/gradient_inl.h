@@ -85,8 +85,7 @@ double sum_of_squares(const GradientSum& grad, std::size_t count) {
 }
 
 // Without their sign, the bits of floating-point numbers order as the numbers do, infinity above
-// those and NaN above infinity. Of the type T as integers, so that the compiler makes vectors of
-// it.
+// those and NaN above infinity. As integers the compiler makes vectors of them.
 template <class T, class Bits>
 double copy_of(const void* from, void* to, std::size_t count) {
   const auto in = static_cast<const std::byte*>(from);

@@ -173,8 +173,7 @@ struct EvenOdd : TwoVectors<float> {
   using L = Lanes<bf16, float>;
   using Packed = L::Bits;
   static Vector load(const bf16* p) {
-    Packed words;
-    std::memcpy(&words, p, sizeof words);
+    const Packed words = load_vector<Packed>(p);
     return {bit_cast<Half::Vector>(words << 16), bit_cast<Half::Vector>(words & 0xffff0000u)};
   }
   // Of sums of bfloat16: a NaN among them is quiet and its lower half is 0, for it comes from a

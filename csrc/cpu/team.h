@@ -101,7 +101,7 @@ inline thread_local bool torch_computes_here = true;
 
 // How many of `threads` so many bytes keep busy.
 inline int useful_threads(std::uint64_t bytes, int threads) {
-  constexpr std::uint64_t kBytesPerThread = 1 << 20;
+  constexpr std::uint64_t kBytesPerThread = 1 << 20;  // one is worth starting for so much
   const std::uint64_t useful = max_u64(1, bytes / kBytesPerThread);
   return int(min_u64(std::uint64_t(threads < 1 ? 1 : threads), useful));
 }
