@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -113,9 +114,8 @@ def save(
         tensors.update(model_tensors(model))
         if optimizer is not None:
             tensors.update(optimizer_tensors(optimizer))
-        of = "no optimizer" if optimizer is None else f"an optimizer of {shapes(optimizer)}"
         held = {name: _held(value) for name, value in tensors.items()}
-        return [f"path {str(root)!r}", of], held, new_version(root)
+        return [f"path {str(root)!r}", _kind(optimizer)], held, new_version(root)
 
     begun = together(group, begin, call)
     check_alike(call, [told for told, _, _ in begun])
@@ -175,13 +175,18 @@ def load(
         CheckpointError: nothing there, a file that is missing, cut off or edited, or another
             model's; named. Nothing was loaded then, nor with the next two; every rank raises.
         InvalidTypeError: a path, model or optimizer that is none.
-        CollectiveMismatchError: ranks name different checkpoints.
+        CollectiveMismatchError: ranks name different checkpoints, or have different optimizers.
     """
     call = "checkpoint.load"
     group = _group_of(group, model, optimizer)
-    found = _together(group, lambda: opened(_checked(call, path, model, optimizer)))
-    check_alike(call, [[f"checkpoint {folder.name}"] for folder, _ in found])
-    folder, manifest = found[group.rank]
+
+    def begin() -> tuple[Path, dict[str, Any], str]:
+        folder, manifest = opened(_checked(call, path, model, optimizer))
+        return folder, manifest, _kind(optimizer)
+
+    begun = _together(group, begin)
+    check_alike(call, [[f"checkpoint {folder.name}", kind] for folder, _, kind in begun])
+    folder, manifest, _ = begun[group.rank]
 
     def check() -> None:
         for name in _share(group, sorted(manifest["files"])):
@@ -226,9 +231,15 @@ def load(
 
 
 def _group_of(group: Group | None, model: nn.Module, optimizer: ShardedAdamW | None) -> Group:
-    """The ranks; of bad arguments those that good ones most likely have."""
+    """The ranks; of bad arguments those that good ones most likely have.
+
+    Where the optimizer is every rank's, that is the default group and not the optimizer's own: a
+    rank whose optimizer is none can find the others there.
+    """
     if group is not None or not isinstance(optimizer, ShardedAdamW):
         return default_group(group)
+    if dist.is_initialized() and optimizer.group.size == dist.get_world_size():
+        return default_group(None)
     if not isinstance(model, nn.Module):
         return optimizer.group
     size = optimizer.group.size
@@ -255,6 +266,10 @@ def _checked(call: str, path: object, model: object, optimizer: object) -> Path:
             f"{type(optimizer).__name__}; another's state_dict() goes through torch.save"
         )
     return Path(path)
+
+
+def _kind(optimizer: ShardedAdamW | None) -> str:
+    return "no optimizer" if optimizer is None else f"an optimizer of {shapes(optimizer)}"
 
 
 def _held(value: Stored) -> _Held:

@@ -74,6 +74,7 @@ class GradientSync:
     ) -> None:
         self.enabled = True  # False within no_sync
         self._module, self._group, self._buckets = module, group, buckets
+        self._where = f"[rank {group.rank} of {group.size}]"
         self._broadcast_buffers = broadcast_buffers
         self._waiting = dict(module.named_parameters())  # in no bucket: frozen on every rank
         self._hooks = GradientHooks(module.parameters(), self._receive)
@@ -114,7 +115,7 @@ class GradientSync:
             this.streams.add(torch.cuda.current_stream(self._group.device))
         try:
             self._see_changes()
-            items = _checked(loss, weight, reduction)
+            items = self._checked(loss, weight, reduction)
             self._begin()
             self._refuse_second_mean(this)
             if loss is not None and items > 0:
@@ -130,6 +131,15 @@ class GradientSync:
             raise
         finally:
             self._pass = None
+
+    def _checked(self, loss: Any, weight: Weight, reduction: str) -> float:
+        """The weight as a number, once all arguments of `backward` make sense."""
+        try:
+            items = as_number(_BACKWARD, weight)
+            _check(loss, items, reduction)
+        except ParallelKitError as error:
+            raise type(error)(f"{error} {self._where}") from None
+        return items
 
     def get_ready(self) -> None:
         """Before a forward pass: see what changed."""
@@ -168,13 +178,13 @@ class GradientSync:
                 raise UsageError(
                     f"DataParallel: {slot.name} was {slot.dtype} on {self._group.device} when it "
                     f"was wrapped and is {parameter.dtype} on {parameter.device} now; call "
-                    f".to(...) before wrapping [rank {self._group.rank} of {self._group.size}]"
+                    f".to(...) before wrapping {self._where}"
                 )
             if not slot.in_place():
                 raise UsageError(
                     f"DataParallel: {slot.name}'s gradient has left its bucket, as with a module "
                     "that was cast and cast back; wrap the module anew "
-                    f"[rank {self._group.rank} of {self._group.size}]"
+                    f"{self._where}"
                 )
         if self._buckets.private and any(p.requires_grad for p in self._waiting.values()):
             raise UsageError(
@@ -199,7 +209,7 @@ class GradientSync:
             raise UsageError(
                 f"{_BACKWARD}: gradients already hold the mean of the last synced backward; call "
                 "zero_grad() after each step, and sync=False (or no_sync) for all micro-batches "
-                f"but the last [rank {self._group.rank} of {self._group.size}]"
+                f"but the last {self._where}"
             )
 
     def _enter(self, sync: bool, gradient: torch.Tensor) -> None:
@@ -235,7 +245,7 @@ class GradientSync:
                 f"{_BACKWARD}: a second gradient came for {slot.name} when its bucket had "
                 "left: it is shared with a part under reentrant checkpointing. Use "
                 "use_reentrant=False or DataParallel(overlap=False) "
-                f"[rank {self._group.rank} of {self._group.size}]"
+                f"{self._where}"
             )
         slot.fold(self._buckets.private)
         if slot.view.is_cuda:
@@ -343,9 +353,8 @@ class GradientSync:
             self.forget()
 
 
-def _checked(loss: Any, weight: Weight, reduction: str) -> float:
-    """The weight as a number, once all arguments of `backward` make sense."""
-    items = as_number(_BACKWARD, weight)
+def _check(loss: Any, items: float, reduction: str) -> None:
+    """Raise unless all arguments of `backward` make sense, `items` being the weight."""
     if not 0 <= items < math.inf:
         raise InvalidArgumentError(
             f"{_BACKWARD}: weight must be finite and at least 0, got {items!r}; a rank with "
@@ -364,14 +373,13 @@ def _checked(loss: Any, weight: Weight, reduction: str) -> float:
         raise InvalidTypeError(
             f"{_BACKWARD}: loss must be a tensor or None, got {type(loss).__name__}"
         )
-    elif not loss.requires_grad and items > 0:
-        raise UsageError(
-            f"{_BACKWARD}: the loss does not require grad, it must depend on the parameters; a "
-            "rank with nothing to add calls backward(None, weight=0)"
-        )
     elif loss.numel() != 1:
         raise InvalidArgumentError(
             f"{_BACKWARD}: loss must have one element, got shape {list(loss.shape)}; reduce it, "
             "for example to loss.mean() with weight=loss.numel()"
         )
-    return items
+    elif not loss.requires_grad and items > 0:
+        raise UsageError(
+            f"{_BACKWARD}: the loss does not require grad, it must depend on the parameters; a "
+            "rank with nothing to add calls backward(None, weight=0)"
+        )

@@ -19,9 +19,10 @@ from .group import Group, default_group
 from .host_step import HostStep
 from .optimizer_checks import (
     STATE_DTYPES,
-    check_hyper_parameters,
     check_options,
     check_parameter,
+    hyper_parameters,
+    settings_in_words,
 )
 from .optimizer_layout import Buffer, Member, local_of, place, place_like_gradients
 from .optimizer_state import StateFormat, checked_entries, owned_entry, pack, refresh_master, whole
@@ -30,10 +31,10 @@ from .optimizer_step import (
     Facts,
     agree,
     check_places,
-    hyper_parameters,
+    settings_hash,
     usable_gradient,
 )
-from .together import check_alike, together
+from .together import as_ours, check_alike, together
 from .transport.cuda_peer import CudaPeer
 
 __all__ = ["ShardedAdamW"]
@@ -122,7 +123,7 @@ class ShardedAdamW(Optimizer):
         def prepare() -> list[str]:
             check_options(data_parallel, max_grad_norm, state_dtype, master_weights)
             mine = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-            check_hyper_parameters("ShardedAdamW", mine)
+            hyper_parameters("ShardedAdamW", mine | {"amsgrad": amsgrad, "maximize": maximize})
             # torch checks its own options, and says which a state_dict has.
             nothing = torch.zeros(0)
             checked = AdamW([nothing], lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
@@ -187,11 +188,12 @@ class ShardedAdamW(Optimizer):
         new = self._new()
         for p, name in new.items():
             check_parameter(name, p, self.group, self._buckets)
-        for group in self.param_groups:
-            check_hyper_parameters("ShardedAdamW", group)
+        for group in self.param_groups:  # whose numbers have to agree at the step only
+            hyper_parameters("ShardedAdamW", group)
         counts = [len(group["params"]) for group in self.param_groups]
         return [
             f"groups of {counts} parameters",
+            *(f"amsgrad={group['amsgrad']}" for group in self.param_groups),
             *(f"{name} {p.dtype}{list(p.shape)}" for p, name in new.items()),
         ]
 
@@ -287,10 +289,10 @@ class ShardedAdamW(Optimizer):
                     "parallelkit.GradScaler"
                 )
             check_places(self.members.values())
-            settings = hyper_parameters(self.param_groups, self.max_grad_norm)
+            settings = settings_hash(self.param_groups, self.max_grad_norm)
             gradients = self._gradients()
-        except ParallelKitError as error:
-            fault, settings, gradients = error, 0, {}
+        except Exception as error:
+            fault, settings, gradients = as_ours(error, "ShardedAdamW.step"), 0, {}
         agreed = self._agree(gradients, settings, fault)
         if agreed.moving:
             for member in agreed.moving:
@@ -410,22 +412,32 @@ class ShardedAdamW(Optimizer):
                 So parameters may be loaded before or after.
 
         Raises:
-            InvalidArgumentError: (a ValueError) it does not fit the parameters. Nothing was loaded.
+            InvalidArgumentError, InvalidTypeError: (a ValueError, a TypeError) it does not fit the
+                parameters, or a hyper-parameter is none. Nothing was loaded then, nor with this:
+            CollectiveMismatchError: ranks were given others' settings or counts of steps.
         """
         self._place_new()
         given: dict[str, Any] = {}
         found: dict[torch.Tensor, Mapping[str, Any]] = {}
 
-        def check() -> None:
+        settings: list[dict[str, Any]] = []
+        call = "ShardedAdamW.load_state_dict"
+
+        def check() -> list[str]:
             changed = dict(state_dict)
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = pre_hook(self, changed) or changed
             given.update(changed)
             found.update(checked_entries(given, self.param_groups, self.members))
+            for group, new in zip(self.param_groups, given["param_groups"], strict=True):
+                own = ("params", "param_names")
+                settings.append(group | {k: v for k, v in new.items() if k not in own})
+            steps = [float(found[p]["step"]) if p in found else None for p in self.members]
+            return [*settings_in_words(call, settings), f"step counts {steps}"]
 
-        together(self.group, check, "ShardedAdamW.load_state_dict")
-        for group, new in zip(self.param_groups, given["param_groups"], strict=True):
-            group.update({k: v for k, v in new.items() if k not in ("params", "param_names")})
+        check_alike(call, together(self.group, check, call))
+        for group, loaded in zip(self.param_groups, settings, strict=True):
+            group.update(loaded)
         self.fill((m, *owned_entry(m, found.get(p, {}))) for p, m in self.members.items())
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -17,11 +17,14 @@ from .optimizer_layout import local_of
 
 __all__ = [
     "STATE_DTYPES",
-    "check_hyper_parameters",
     "check_max_norm",
     "check_options",
     "check_parameter",
+    "hyper_parameters",
+    "settings_in_words",
 ]
+
+_HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 STATE_DTYPES = {
     torch.float32: torch.float32,
@@ -65,22 +68,35 @@ def check_max_norm(call: str, max_grad_norm: object) -> None:
         )
 
 
-def check_hyper_parameters(call: str, options: Mapping[str, Any]) -> tuple[float, ...]:
-    """Those of a parameter group as numbers: lr, both betas, eps and weight_decay.
+def hyper_parameters(call: str, options: Mapping[str, Any]) -> dict[str, float]:
+    """Those of a parameter group as numbers, by name.
 
     Raises:
-        InvalidTypeError: they are none. What they may be is torch's to say, in the constructor.
+        InvalidArgumentError: one is gone.
+        InvalidTypeError: one is no number. What they may be is torch's to say, in the constructor.
     """
-    betas = options["betas"]
+    missing = [name for name in _HYPER_PARAMETERS if name not in options]
+    if missing:
+        raise InvalidArgumentError(f"{call}: the parameter group has no {', '.join(missing)}")
+    named = {name: options[name] for name in _HYPER_PARAMETERS}
+    betas = named.pop("betas")
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
         raise InvalidTypeError(f"{call}: betas must be two numbers, got {betas!r}")
-    named = {"lr": options["lr"], "beta1": betas[0], "beta2": betas[1]}
-    named |= {name: options[name] for name in ("eps", "weight_decay")}
+    named |= {"beta1": betas[0], "beta2": betas[1]}
     for name, value in named.items():
-        single = isinstance(value, torch.Tensor) and value.numel() == 1
-        if not single and not isinstance(value, (float, Real)):
+        single = isinstance(value, torch.Tensor) and value.numel() == 1 and value.isreal().all()
+        if not (single or isinstance(value, (float, Real))) or value != value:
             raise InvalidTypeError(f"{call}: {name} must be a number, got {value!r}")
-    return tuple(map(float, named.values()))
+    return {name: float(value) for name, value in named.items()}
+
+
+def settings_in_words(call: str, groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The hyper-parameters of all parameter groups, one after the other."""
+    return [
+        f"{name}={value} in group {g}"
+        for g, group in enumerate(groups)
+        for name, value in hyper_parameters(call, group).items()
+    ]
 
 
 def check_parameter(

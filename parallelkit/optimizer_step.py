@@ -11,7 +11,7 @@ import torch
 
 from .errors import CollectiveMismatchError, InvalidTypeError, ParallelKitError, UsageError
 from .group import Group
-from .optimizer_checks import check_hyper_parameters, check_max_norm
+from .optimizer_checks import check_max_norm, hyper_parameters
 from .optimizer_layout import Member
 from .sharded_step import Squares, Work
 
@@ -21,8 +21,8 @@ __all__ = [
     "agree",
     "check_places",
     "global_norm",
-    "hyper_parameters",
     "note_write",
+    "settings_hash",
     "usable_gradient",
     "warn_of_nonfinite",
 ]
@@ -50,13 +50,13 @@ class Agreed(NamedTuple):
 _SURELY_FINITE = 2.0**100
 
 
-def hyper_parameters(groups: Sequence[Mapping[str, Any]], max_grad_norm: float | None) -> int:
-    """A hash of those of all parameter groups, and of the norm; raises for what is no number."""
+def settings_hash(groups: Sequence[Mapping[str, Any]], max_grad_norm: float | None) -> int:
+    """Of the hyper-parameters of all groups, and of the norm; raises for what is no number."""
     call = "ShardedAdamW.step"
     check_max_norm(call, max_grad_norm)
     numbers = [0.0 if max_grad_norm is None else float(max_grad_norm)]  # None has no fixed hash
     for group in groups:
-        numbers += [*check_hyper_parameters(call, group), group["amsgrad"], group["maximize"]]
+        numbers += hyper_parameters(call, group).values()
     return hash(tuple(numbers))
 
 

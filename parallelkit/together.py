@@ -16,7 +16,7 @@ from .errors import (
 )
 from .group import Group
 
-__all__ = ["check_alike", "together"]
+__all__ = ["as_ours", "check_alike", "together"]
 
 T = TypeVar("T")
 
@@ -44,14 +44,8 @@ def together(
         result = work()
     except (PeerLostError, CollectiveTimeoutError):  # there is nobody to agree with
         raise
-    except ParallelKitError as error:
-        fault = cause = error
     except Exception as error:
-        cause = error
-        if kind is not None:
-            fault = kind(f"{call}: {type(error).__name__}: {error}")
-        else:
-            fault = _ours(error)(f"{call}: {error}")
+        fault, cause = as_ours(error, call, kind), error
     heard = group._gather_objects((result, fault), call)
     for rank, (_, refusal) in enumerate(heard):
         if refusal is not None:
@@ -78,7 +72,15 @@ def check_alike(call: str, told: Sequence[Sequence[str]]) -> None:
                 )
 
 
-def _ours(error: Exception) -> type[ParallelKitError]:
-    if isinstance(error, ValueError):
-        return InvalidArgumentError
-    return InvalidTypeError if isinstance(error, TypeError) else UsageError
+def as_ours(
+    error: Exception, call: str, kind: type[ParallelKitError] | None = None
+) -> ParallelKitError:
+    """An error as one that every rank can raise: itself if it is ours; arguments as `together`."""
+    if isinstance(error, ParallelKitError):
+        return error
+    if kind is not None:
+        return kind(f"{call}: {type(error).__name__}: {error}")
+    if isinstance(error, (ValueError, TypeError)):
+        kind = InvalidArgumentError if isinstance(error, ValueError) else InvalidTypeError
+        return kind(f"{call}: {error}")
+    return UsageError(f"{call}: {type(error).__name__}: {error}")

@@ -134,6 +134,8 @@ def optimizers(group: pk.Group, folder: Path) -> dict[str, Case]:
     def step(options: dict[str, Any]) -> None:
         before = dict(optimizer.param_groups[0])
         optimizer.param_groups[0].update(options)
+        for name in options.get("without", ()):
+            del optimizer.param_groups[0][name]
         optimizer.max_grad_norm = options.get("max_grad_norm")
         for p in module.parameters():
             p.grad = torch.ones_like(p)
@@ -155,7 +157,22 @@ def optimizers(group: pk.Group, folder: Path) -> dict[str, Case]:
     }
     found = {f"made with bad {n}": (k, part, {}, o, make) for n, (k, part, o) in bad.items()}
     found |= {f"step with bad {n}": (k, part, {}, o, step) for n, (k, part, o) in bad.items()}
+    for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"):
+        part = f"step: the parameter group has no {name}"
+        found[f"step without {name}"] = ValueError, part, {}, {"without": [name]}, step
+    saved = optimizer.state_dict()
+
+    def load(options: dict[str, Any]) -> None:
+        optimizer.load_state_dict(
+            {"state": {}, "param_groups": [saved["param_groups"][0] | options]}
+        )
     found |= {
+        "step with lr of NaN": (TypeError, "lr must be a number, got nan", {},
+                                {"lr": math.nan}, step),
+        "step with a complex lr": (TypeError, "lr must be a number", {},
+                                   {"lr": torch.tensor(1j)}, step),
+        "loaded lr": (TypeError, "load_state_dict: lr must be a number, got 'q'", {},
+                      {"lr": "q"}, load),
         "negative eps": (ValueError, "epsilon", {}, {"eps": -1.0}, make),
         "state_dtype": (ValueError, "state_dtype must be", {}, {"state_dtype": ["int8"]}, make),
         "master_weights": (ValueError, "master_weights must", {}, {"master_weights": []}, make),
@@ -184,10 +201,14 @@ def checkpoints(group: pk.Group, folder: Path) -> dict[str, Case]:
             found[f"{call.__name__}, {name}"] = (
                 TypeError, part, {}, changed, lambda c, call=call: call(**(good | c))
             )  # fmt: skip
-    alone = {"model": nn.Linear(4, 2), "optimizer": None}
+        found[f"{call.__name__}, torch's optimizer where the others' has a group of its own"] = (
+            TypeError, "must be a parallelkit.ShardedAdamW or None", {}, bad["torch's optimizer"][1],
+            lambda c, call=call: call(**(good | {"group": None} | c)),
+        )  # fmt: skip
+    alone = good | {"optimizer": None}
     found["load another's"] = (
-        CheckpointError, "model.weight must have shape [2, 4], got [2, 3]", {}, alone,
-        lambda changed: pk.checkpoint.load(**(good | changed)),
+        CheckpointError, "model.weight must have shape [2, 4], got [2, 3]", {}, {"model": nn.Linear(4, 2)},
+        lambda changed: pk.checkpoint.load(**(alone | changed)),
     )  # fmt: skip
     return found
 
@@ -325,6 +346,20 @@ def different(group: pk.Group, folder: Path) -> list[str]:
     optimizer.max_grad_norm = 1.0 + rank
     told.append(message_of(mismatch, optimizer.step))
     assert pk.checkpoint.load(folder / "a", model) == 0
+    optimizer.max_grad_norm = None
+    load = pk.checkpoint.load
+    told.append(
+        message_of(mismatch, lambda: load(folder / "a", model, optimizer if rank else None))
+    )
+    told.append(
+        message_of(mismatch, lambda: pk.ShardedAdamW(model.parameters(), amsgrad=bool(rank)))
+    )
+    state = optimizer.state_dict()
+    state["param_groups"][0]["eps"] *= 1 + rank
+    told.append(message_of(mismatch, lambda: optimizer.load_state_dict(state)))
+    steps = {i: {"step": 1.0 + rank, "exp_avg": p, "exp_avg_sq": p} for i, p in enumerate(model.parameters())}
+    state = {"state": steps, "param_groups": optimizer.state_dict()["param_groups"]}
+    told.append(message_of(mismatch, lambda: optimizer.load_state_dict(state)))
     return told
 
 
@@ -338,6 +373,10 @@ def test_good_input_that_differs_between_ranks_is_told_apart(tmp_path):
         "float32[2, 3] on rank 0 and float32[3, 3] on rank 1",
         "an optimizer of [['[2, 3]', '[2]']] instead of no optimizer",
         "hyper-parameters differ between rank 0 and rank 1",
+        "an optimizer of [['[2, 3]', '[2]']] instead of no optimizer",
+        "amsgrad=True instead of amsgrad=False",
+        "eps=2e-08 in group 0 instead of eps=1e-08",
+        "step counts [2.0, 2.0] instead of step counts [1.0, 1.0]",
     )
     for text, part in zip(told[0], parts, strict=True):
         assert part in text
