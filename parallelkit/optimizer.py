@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
-from .buckets import GradientBuckets
 from .data_parallel import DataParallel
 from .device_step import DeviceStep
 from .errors import ParallelKitError, UsageError
@@ -24,7 +22,8 @@ from .optimizer_checks import (
     hyper_parameters,
     settings_in_words,
 )
-from .optimizer_layout import Buffer, Member, local_of, place, place_like_gradients
+from .optimizer_gradients import AveragedGradients, Found, Gradients, LocalGradients
+from .optimizer_layout import Buffer, Member
 from .optimizer_state import StateFormat, checked_entries, owned_entry, pack, refresh_master, whole
 from .optimizer_step import (
     Agreed,
@@ -32,7 +31,6 @@ from .optimizer_step import (
     agree,
     check_places,
     settings_hash,
-    usable_gradient,
 )
 from .together import as_ours, check_alike, together
 from .transport.cuda_peer import CudaPeer
@@ -113,7 +111,7 @@ class ShardedAdamW(Optimizer):
         # torch's GradScaler leaves the scale to such an optimizer; `step` then refuses it.
         self._step_supports_amp_scaling = self.averages
         self._loss_scale = 1.0  # of pk.GradScaler, during its step
-        self._buckets: GradientBuckets | None = None
+        self._gradients: Gradients = AveragedGradients()
         self._buffers: list[Buffer] = []
         self._outside: list[torch.Tensor] = []  # frozen so far, without state
         self.members: dict[torch.Tensor, Member] = {}
@@ -129,7 +127,7 @@ class ShardedAdamW(Optimizer):
             checked = AdamW([nothing], lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
             super(ShardedAdamW, self).__init__(params, checked.defaults)
             if data_parallel is not None:
-                self._buckets = data_parallel.take_gradients()
+                self._gradients = LocalGradients(data_parallel)
             return [
                 f"max_grad_norm={max_grad_norm}",
                 f"state_dtype={state_dtype}",
@@ -142,8 +140,7 @@ class ShardedAdamW(Optimizer):
         try:
             check_alike("ShardedAdamW", together(self.group, prepare, "ShardedAdamW"))
         except ParallelKitError:
-            if self._buckets is not None:
-                self._buckets.private = False  # as if they had not been taken
+            self._gradients.give_back()
             raise
         self._kept = StateFormat(STATE_DTYPES[state_dtype], master_weights is not False)
         self._constructed = True
@@ -187,7 +184,8 @@ class ShardedAdamW(Optimizer):
         """Groups and new parameters in words, the same on all ranks; raises for bad ones."""
         new = self._new()
         for p, name in new.items():
-            check_parameter(name, p, self.group, self._buckets)
+            check_parameter(name, p, self.group)
+            self._gradients.check(name, p)
         for group in self.param_groups:  # whose numbers have to agree at the step only
             hyper_parameters("ShardedAdamW", group)
         counts = [len(group["params"]) for group in self.param_groups]
@@ -209,10 +207,7 @@ class ShardedAdamW(Optimizer):
         names = self._new()
         first = len(self.members)
         share = self.group.transport in ("shared-memory", "cuda-peer")
-        if self._buckets is None:
-            added = place(names, first, self.group, share)
-        else:
-            added = place_like_gradients(names, first, self.group, share, self._buckets)
+        added = self._gradients.place(names, first, self.group, share)
         self._buffers += added
         self.members |= {m.parameter: m for buffer in added for m in buffer.members}
         self._outside = [p for p in self.parameters() if p not in self.members]
@@ -248,10 +243,7 @@ class ShardedAdamW(Optimizer):
         """Look up what every step asks of each member."""
         groups = self._group_of()
         self._options = {member: groups[p] for p, member in self.members.items()}
-        if self._buckets is not None:
-            slot_of = self._buckets.slot_of
-            self._slots = {member: slot_of[p] for p, member in self.members.items()}
-        averaged = self._buckets is None
+        averaged = self._gradients.averaged
         if isinstance(self.group._transport, CudaPeer):
             return DeviceStep(self._buffers, self.group, averaged)
         return HostStep(self._buffers, self.group, averaged, self._skipped)
@@ -290,16 +282,15 @@ class ShardedAdamW(Optimizer):
                 )
             check_places(self.members.values())
             settings = settings_hash(self.param_groups, self.max_grad_norm)
-            gradients = self._gradients()
+            found = self._gradients.find(self._options)
         except Exception as error:
-            fault, settings, gradients = as_ours(error, "ShardedAdamW.step"), 0, {}
-        agreed = self._agree(gradients, settings, fault)
+            fault, settings, found = as_ours(error, "ShardedAdamW.step"), 0, {}
+        agreed = self._agree(found, settings, fault)
         if agreed.moving:
             for member in agreed.moving:
                 refresh_master(member)
-            self._move(agreed, gradients)
-        if self._buckets is not None:
-            self._buckets.reset()
+            self._move(agreed, found)
+        self._gradients.clear()
         return loss
 
     def _step_scaled(self, scale: float, *args: Any, **kwargs: Any) -> Any:
@@ -312,48 +303,30 @@ class ShardedAdamW(Optimizer):
         finally:
             self._loss_scale = 1.0
 
-    def _gradients(self) -> dict[Member, torch.Tensor]:
-        """This rank's gradient of each parameter that has one, in the order of its memory."""
-        if self._buckets is not None:
-            self._buckets.settle()
-            return {member: slot.view for member, slot in self._slots.items()}
-        found = {}
-        for p, member in self.members.items():
-            if p.grad is not None:
-                found[member] = usable_gradient(member, local_of(p.grad))
-        return found
-
-    def _agree(
-        self,
-        gradients: Mapping[Member, torch.Tensor],
-        settings: int,
-        fault: ParallelKitError | None,
-    ) -> Agreed:
+    def _agree(self, found: Found, settings: int, fault: ParallelKitError | None) -> Agreed:
         """Tell the ranks what is used here, and hear what follows."""
-        members, buckets = list(self._options), self._buckets
-        if buckets is None:
-            used, weight = bytes(m in gradients for m in members), 1.0
-            largest = math.inf
-        else:
-            used, weight = bytes(s.used for s in self._slots.values()), buckets.weight
-            largest = buckets.largest() * self._scale()
-        mine = Facts(used, weight, settings, fault, largest)
-        agreed = agree(mine, self.group, members, averaged=buckets is None)
-        if buckets is not None:
-            buckets.total_weight = torch.tensor(agreed.weight, dtype=torch.float64)
+        members, gradients = list(self._options), self._gradients
+        mine = Facts(
+            gradients.used(members, found),
+            gradients.weight,
+            settings,
+            fault,
+            gradients.largest() * self._scale(),
+        )
+        agreed = agree(mine, self.group, members, gradients.averaged)
+        gradients.heard(agreed.weight)
         return agreed
 
     def _scale(self) -> float:
         """The factor that this rank's gradients still need."""
-        reference = 1.0 if self._buckets is None else self._buckets.reference
-        return reference / self._loss_scale
+        return self._gradients.scale / self._loss_scale
 
-    def _move(self, agreed: Agreed, gradients: Mapping[Member, torch.Tensor]) -> None:
+    def _move(self, agreed: Agreed, found: Found) -> None:
         """One step of the members that move."""
         assert self._step is not None
         self.last_grad_norm = self._step.move(
-            {member: (gradients[member], self._options[member]) for member in agreed.moving},
-            1.0 if self._buckets is None else self._buckets.weight,
+            {member: (found[member], self._options[member]) for member in agreed.moving},
+            self._gradients.weight,
             self._scale(),
             self.max_grad_norm,
             self.skip_nonfinite and not agreed.finite,
@@ -363,8 +336,7 @@ class ShardedAdamW(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; with `data_parallel` forgets what was accumulated."""
         super().zero_grad(set_to_none)
-        if self._buckets is not None:
-            self._buckets.reset()
+        self._gradients.clear()
 
     # -- state ------------------------------------------------------------------------------------
 

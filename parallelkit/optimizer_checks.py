@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from .buckets import GradientBuckets
 from .data_parallel import DataParallel
 from .errors import InvalidArgumentError, InvalidTypeError
 from .group import Group
@@ -99,14 +98,8 @@ def settings_in_words(call: str, groups: Iterable[Mapping[str, Any]]) -> list[st
     ]
 
 
-def check_parameter(
-    name: str, p: torch.Tensor, group: Group, buckets: GradientBuckets | None
-) -> None:
-    """Raise for a parameter that cannot be stepped.
-
-    Args:
-        buckets: where its gradient has to be, if not in `.grad`.
-    """
+def check_parameter(name: str, p: torch.Tensor, group: Group) -> None:
+    """Raise for a parameter that cannot be stepped."""
     if p.dtype not in DTYPE_CODES:
         raise InvalidTypeError(
             f"ShardedAdamW: {name} must be float32, float64, bfloat16 or float16, got {p.dtype}"
@@ -115,8 +108,3 @@ def check_parameter(
     device = local_of(p).device
     if device.type != group.device.type:
         raise InvalidArgumentError(f"ShardedAdamW: {name} must be on {group.device}, got {device}")
-    if buckets is not None and p not in buckets.slot_of:
-        raise InvalidArgumentError(
-            f"ShardedAdamW: {name} is not a parameter of data_parallel; "
-            "give it an optimizer of its own"
-        )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import CollectiveMismatchError, InvalidTypeError, ParallelKitError, UsageError
+from .errors import CollectiveMismatchError, ParallelKitError, UsageError
 from .group import Group
 from .optimizer_checks import check_max_norm, hyper_parameters
 from .optimizer_layout import Member
@@ -23,7 +23,6 @@ __all__ = [
     "global_norm",
     "note_write",
     "settings_hash",
-    "usable_gradient",
     "warn_of_nonfinite",
 ]
 
@@ -104,22 +103,6 @@ def check_places(members: Iterable[Member]) -> None:
                 f"ShardedAdamW.step: {member.name} was moved or converted after the optimizer "
                 "was made; call .to(...) first, and make a new optimizer now"
             )
-
-
-def usable_gradient(member: Member, grad: torch.Tensor) -> torch.Tensor:
-    """A gradient in the parameter's order of memory, in its dtype or float32: itself, or a copy."""
-    param = member.local
-    if grad.layout != torch.strided:
-        raise InvalidTypeError(
-            f"ShardedAdamW.step: the gradient of {member.name} must be dense, "
-            f"got {grad.layout}; use sparse=False"
-        )
-    dtype = param.dtype
-    fits = grad.dtype == dtype or (grad.dtype == torch.float32 and dtype != torch.float64)
-    in_rows = grad.is_contiguous() and param.is_contiguous()  # asked first: it costs less
-    if fits and (in_rows or grad.stride() == param.stride()):
-        return grad
-    return torch.empty_like(param).copy_(grad)
 
 
 def global_norm(mine: Squares, group: Group, members: Iterable[Member]) -> float:

@@ -166,6 +166,7 @@ def optimizers(group: pk.Group, folder: Path) -> dict[str, Case]:
         optimizer.load_state_dict(
             {"state": {}, "param_groups": [saved["param_groups"][0] | options]}
         )
+
     found |= {
         "step with lr of NaN": (TypeError, "lr must be a number, got nan", {},
                                 {"lr": math.nan}, step),
@@ -201,13 +202,14 @@ def checkpoints(group: pk.Group, folder: Path) -> dict[str, Case]:
             found[f"{call.__name__}, {name}"] = (
                 TypeError, part, {}, changed, lambda c, call=call: call(**(good | c))
             )  # fmt: skip
+        part, changed = bad["torch's optimizer"]
         found[f"{call.__name__}, torch's optimizer where the others' has a group of its own"] = (
-            TypeError, "must be a parallelkit.ShardedAdamW or None", {}, bad["torch's optimizer"][1],
+            TypeError, part, {}, changed,
             lambda c, call=call: call(**(good | {"group": None} | c)),
         )  # fmt: skip
-    alone = good | {"optimizer": None}
+    alone, other = good | {"optimizer": None}, {"model": nn.Linear(4, 2)}
     found["load another's"] = (
-        CheckpointError, "model.weight must have shape [2, 4], got [2, 3]", {}, {"model": nn.Linear(4, 2)},
+        CheckpointError, "model.weight must have shape [2, 4], got [2, 3]", {}, other,
         lambda changed: pk.checkpoint.load(**(alone | changed)),
     )  # fmt: skip
     return found
@@ -357,8 +359,9 @@ def different(group: pk.Group, folder: Path) -> list[str]:
     state = optimizer.state_dict()
     state["param_groups"][0]["eps"] *= 1 + rank
     told.append(message_of(mismatch, lambda: optimizer.load_state_dict(state)))
-    steps = {i: {"step": 1.0 + rank, "exp_avg": p, "exp_avg_sq": p} for i, p in enumerate(model.parameters())}
-    state = {"state": steps, "param_groups": optimizer.state_dict()["param_groups"]}
+    steps = [{"step": 1.0 + rank, "exp_avg": p, "exp_avg_sq": p} for p in model.parameters()]
+    groups = optimizer.state_dict()["param_groups"]
+    state = {"state": dict(enumerate(steps)), "param_groups": groups}
     told.append(message_of(mismatch, lambda: optimizer.load_state_dict(state)))
     return told
 

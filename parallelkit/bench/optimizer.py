@@ -143,8 +143,7 @@ def _one_pass(
     parameters = problem.parameters(cuts)
     model = DataParallel(nn.ParameterList(parameters), problem.group)
     optimizer = ShardedAdamW(parameters, data_parallel=model, **OPTIONS, **more)
-    buckets = optimizer._buckets
-    assert buckets is not None
+    buckets = model._buckets
     for parameter, cut in zip(parameters, cuts, strict=True):
         buckets.slot_of[parameter].view.copy_(problem.gradient[slice(*cut)])
 
