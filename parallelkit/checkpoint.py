@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import checkpoint_files
@@ -80,7 +81,7 @@ def save(
     optimizer: ShardedAdamW | None = None,
     *,
     extra: Any = None,
-    group: Group | None = None,
+    group: Group | DeviceMesh | None = None,
 ) -> None:
     """Write model and optimizer to a folder that all ranks see. Collective, atomic.
 
@@ -92,8 +93,8 @@ def save(
         optimizer: its state is written in float32, each rank what it owns.
         extra: anything that JSON can hold, such as the number of steps; `load` returns it. That of
             rank 0 is written; the others' is looked at, but need not be the same.
-        group: all ranks that hold parts of the model. Default: the optimizer's; all ranks without
-            one, and where the model is split.
+        group: all ranks that hold parts of the model, a Group or one dimension of a DeviceMesh.
+            Default: the optimizer's; all ranks without one, and where the model is split.
 
     Raises:
         InvalidTypeError: a path, model or optimizer that is none, a model whose state has something
@@ -157,7 +158,7 @@ def load(
     model: nn.Module,
     optimizer: ShardedAdamW | None = None,
     *,
-    group: Group | None = None,
+    group: Group | DeviceMesh | None = None,
 ) -> Any:
     """Read what `save` wrote into model and optimizer, at any number of ranks. Collective.
 
@@ -230,7 +231,9 @@ def load(
 # -- who takes part, and with what -----------------------------------------------------------------
 
 
-def _group_of(group: Group | None, model: nn.Module, optimizer: ShardedAdamW | None) -> Group:
+def _group_of(
+    group: Group | DeviceMesh | None, model: nn.Module, optimizer: ShardedAdamW | None
+) -> Group:
     """The ranks; of bad arguments those that good ones most likely have.
 
     Where the optimizer is every rank's, that is the default group and not the optimizer's own: a

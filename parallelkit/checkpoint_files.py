@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,13 @@ def publish(root: Path, version: str, content: dict[str, Any]) -> None:
     Whatever happens on the way, `current` names a whole version.
     """
     text = json.dumps({"format": _FORMAT, **content}, indent=1).encode()
-    _write(root / version / "manifest.json", text)
     current = {"version": version, "sha256": hashlib.sha256(text).hexdigest()}
-    _write(root / "current.new", json.dumps(current).encode())
+    _remove(root, but=(version, _named(root / "current")))
+    _write(root / "current.new", json.dumps(current).encode())  # first: see `exists`
+    _write(root / version / "manifest.json", text)
     os.replace(root / "current.new", root / "current")
     _sync(root)
-    for old in root.glob("version-*"):
-        if old.name != version:
-            shutil.rmtree(old, ignore_errors=True)
+    _remove(root, but=(version,))
 
 
 def exists(root: Path) -> bool:
@@ -65,12 +65,27 @@ def exists(root: Path) -> bool:
     if (root / "current").exists():
         return True
     whole = sorted(manifest.parent.name for manifest in root.glob("version-*/manifest.json"))
-    if whole:
+    if whole and whole != [_named(root / "current.new")]:  # which a killed first save left
         raise CheckpointError(
             f"{root}: the file current is missing, which says what counts, but there is "
             f"{' and '.join(whole)}; bring it back from a copy, or move them away to start afresh"
         )
     return False
+
+
+def _named(file: Path) -> str | None:
+    """The version that `current` names, or that a save was about to make it name, if any."""
+    try:
+        return str(json.loads(file.read_bytes())["version"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return None
+
+
+def _remove(root: Path, but: Collection[str | None]) -> None:
+    """All versions but these."""
+    for version in root.glob("version-*"):
+        if version.name not in but:
+            shutil.rmtree(version, ignore_errors=True)
 
 
 def opened(root: Path) -> tuple[Path, dict[str, Any]]:

@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -231,7 +233,6 @@ def test_killed_while_it_saves_the_checkpoint_before_is_whole(tmp_path: Path) ->
 def test_a_disk_that_fails_leaves_a_whole_checkpoint(
     saved: Path, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the first use of an operation of the system, the second, and so on."""
     model = model_of(1)
     optimizer = optimizer_of(model)
     train(model, optimizer, range(3))
@@ -240,6 +241,35 @@ def test_a_disk_that_fails_leaves_a_whole_checkpoint(
     reading = optimizer_of(reader)
     pk.checkpoint.load(saved, reader, reading)
     whole.add(everything(reader, reading))
+    for _ in failing_saves(saved, model, optimizer, operation, monkeypatch):
+        pk.checkpoint.load(saved, reader, reading)
+        assert everything(reader, reading) in whole
+
+
+@pytest.mark.parametrize("operation", ["open", "fsync", "replace"])
+def test_a_first_save_that_failed_is_no_checkpoint_and_the_next_one_works(
+    tmp_path: Path, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = model_of(1), tmp_path / "c"
+    optimizer = optimizer_of(model)
+    for _ in failing_saves(path, model, optimizer, operation, monkeypatch):
+        if pk.checkpoint.exists(path):  # it failed when all was done
+            pk.checkpoint.load(path, model, optimizer)
+            (path / "current").unlink()
+            with pytest.raises(CheckpointError, match="the file current is missing"):
+                pk.checkpoint.exists(path)
+            shutil.rmtree(path)
+    pk.checkpoint.load(path, model, optimizer)
+
+
+def failing_saves(
+    path: Path,
+    model: nn.Module,
+    optimizer: pk.ShardedAdamW,
+    operation: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[None]:
+    """Save where the first use of an operation of the system fails, the second, until none is."""
     right = getattr(os, operation)
     for last in range(100):
         left = last
@@ -254,13 +284,12 @@ def test_a_disk_that_fails_leaves_a_whole_checkpoint(
         with monkeypatch.context() as patch:
             patch.setattr(os, operation, fail)
             try:
-                pk.checkpoint.save(saved, model, optimizer)
+                pk.checkpoint.save(path, model, optimizer)
             except CheckpointError as error:
                 assert "the disk is full" in str(error)
             else:
                 break
-        pk.checkpoint.load(saved, reader, reading)
-        assert everything(reader, reading) in whole
+        yield
     assert 0 < last < 99
 
 
