@@ -87,6 +87,7 @@ def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 12
 def _run_rank(rank: int, size: int, store: str, job: bytes, connection: Connection) -> None:
     """The body of one process."""
     torch.set_num_threads(1)
+    multiprocessing.set_start_method(None, force=True)  # the usual one, not that of its own start
     try:
         fn, args, environment = pickle.loads(job)
         os.environ.clear()

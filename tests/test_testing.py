@@ -138,3 +138,11 @@ def test_memory_that_virtual_ranks_cannot_have_is_refused_and_the_group_usable(n
 def test_virtual_ranks_are_for_the_cpu_or_a_gpu():
     with pytest.raises(ValueError, match="device must be cpu or cuda.*meta"):
         virtual_ranks(lambda group: None, 2, "meta")
+
+
+def start_method(group: pk.Group) -> str | None:
+    return multiprocessing.get_start_method(allow_none=True)
+
+
+def test_a_rank_starts_processes_of_its_own_in_the_usual_way() -> None:
+    assert run_ranks(start_method, 1) == [None]
