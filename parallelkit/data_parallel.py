@@ -240,6 +240,10 @@ class DataParallel(nn.Module):
         """The module's."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """torch.distributed.checkpoint asks which children are no part of names."""
+        return {"module": "module"}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise UsageError(f"DataParallel cannot be copied: {_OWN_THE_MODULE}")
 

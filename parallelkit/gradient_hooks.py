@@ -5,32 +5,40 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = ["GradientHooks"]
 
-Receive = Callable[[torch.Tensor], None]
+Owner = TypeVar("Owner")
 
 _current: MutableMapping[torch.Tensor, GradientHooks] = WeakTensorKeyDictionary()
 
 
 class GradientHooks:
-    """Calls a method with each of the parameters whose gradient autograd has written.
+    """Calls a method of an object with each parameter whose gradient autograd has written.
 
     Attributes:
         retired: others have asked for some of the parameters since, and these hooks are gone.
 
     Args:
         parameters: trainable or frozen, which may thaw; integers have no gradients.
-        receive: the method; its object is not kept alive, and the hooks end with it.
+        owner: the object, which is not kept alive; the hooks end with it.
+        receive: its method, as a function of the object and the parameter.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], receive: Receive) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        owner: Owner,
+        receive: Callable[[Owner, torch.Tensor], None],
+    ) -> None:
         self.retired = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        hook = partial(_tell, weakref.WeakMethod(receive, self._remove))
+        # A WeakMethod would print an error where both ends go together, as when a program ends.
+        hook = partial(_tell, weakref.ref(owner, self._remove), receive)
         for parameter in parameters:
             if not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
@@ -48,8 +56,12 @@ class GradientHooks:
             handle.remove()
 
 
-def _tell(receive: weakref.WeakMethod[Receive], parameter: torch.Tensor) -> None:
+def _tell(
+    owner: weakref.ref[Owner],
+    receive: Callable[[Owner, torch.Tensor], None],
+    parameter: torch.Tensor,
+) -> None:
     """The hook of a parameter, which may outlive whoever is told."""
-    method = receive()
-    if method is not None:
-        method(parameter)
+    told = owner()
+    if told is not None:
+        receive(told, parameter)

@@ -77,7 +77,7 @@ class GradientSync:
         self._where = f"[rank {group.rank} of {group.size}]"
         self._broadcast_buffers = broadcast_buffers
         self._waiting = dict(module.named_parameters())  # in no bucket: frozen on every rank
-        self._hooks = GradientHooks(module.parameters(), self._receive)
+        self._hooks = GradientHooks(module.parameters(), self, GradientSync._receive)
         trainable = [p.requires_grad for p in self._waiting.values()]
         heard = group._gather_objects(trainable, "DataParallel")
         self._place([name for name, *some in zip(self._waiting, *heard, strict=True) if any(some)])

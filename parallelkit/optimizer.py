@@ -29,7 +29,6 @@ from .optimizer_step import (
     Agreed,
     Facts,
     agree,
-    check_places,
     settings_hash,
 )
 from .together import as_ours, check_alike, together
@@ -280,7 +279,8 @@ class ShardedAdamW(Optimizer):
                     "yet, and torch.amp.GradScaler would judge each rank by its own; use "
                     "parallelkit.GradScaler"
                 )
-            check_places(self.members.values())
+            for member in self._options:
+                member.bring_home()
             settings = settings_hash(self.param_groups, self.max_grad_norm)
             found = self._gradients.find(self._options)
         except Exception as error:
@@ -358,12 +358,13 @@ class ShardedAdamW(Optimizer):
         Returns:
             {"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}. Of a
             bfloat16 or float16 parameter also "master_param". A parameter that was never stepped
-            has no entry, as in torch.
+            has no entry, as in torch; before the first step of all, each has zeros.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         for member in self.members.values():
             refresh_master(member)
+        together(self.group, lambda: None, "ShardedAdamW.state_dict")
         keep = self.group.rank == 0 or not rank0_only
         entries = whole(self._buffers, self.group, keep)
         if not keep:
@@ -413,3 +414,9 @@ class ShardedAdamW(Optimizer):
         self.fill((m, *owned_entry(m, found.get(p, {}))) for p, m in self.members.items())
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "ShardedAdamW cannot be copied or pickled: its parameters lie in memory of the group's "
+            "running ranks; copy or save state_dict()"
+        )

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from .adamw import BLOCK
 from .buckets import LINE_BYTES, Bucket, GradientBuckets, Spec
+from .errors import UsageError
 from .group import Group
 
 __all__ = ["Buffer", "Member", "in_memory_order", "local_of", "place", "place_like_gradients"]
@@ -38,18 +39,27 @@ class Member:
     state: dict[str, Any] = field(default_factory=dict)  # of the owned elements
     version: int = -1  # of the parameter, after the optimizer's last write
     dtype: torch.dtype | None = None  # of the parameter, when it was placed
-    address: int | None = None  # of its memory, where peers write to it
+    home: torch.Tensor | None = None  # its memory, where peers write to it
 
     @property
     def local(self) -> torch.Tensor:
         """The parameter, or this rank's shard where it is a DTensor."""
         return local_of(self.parameter)
 
-    @property
-    def moved(self) -> bool:
-        """Whether it is no more what was placed, for example after `.to(...)`."""
+    def bring_home(self) -> None:
+        """Back to where peers write to it, with the values it has.
+
+        `.to("cpu:0")` on a parameter on "cpu" gives it other memory, and so does `.data = ...`.
+        """
         p = self.parameter
-        return p.dtype != self.dtype or self.address not in (None, p.data_ptr())
+        if p.dtype != self.dtype or (self.home is not None and p.device != self.home.device):
+            raise UsageError(
+                f"ShardedAdamW.step: {self.name} was {self.dtype} and is {p.dtype} on {p.device} "
+                "now; convert the model first, and make a new optimizer"
+            )
+        if self.home is not None and p.data_ptr() != self.home.data_ptr():
+            p.data = self.home.copy_(p.detach())
+            self.version = -1  # whoever moved it may have written to it
 
     @property
     def split(self) -> bool:
@@ -196,4 +206,4 @@ def _move(buffer: Buffer, group: Group) -> None:
         view = buffer.flat.as_strided(spec.shape, spec.stride, member.offset)
         view.copy_(member.parameter.detach())
         member.parameter.data = view
-        member.address = view.data_ptr()
+        member.home = view

@@ -119,14 +119,19 @@ def pack(
     members: Mapping[torch.Tensor, Member],
     entries: Mapping[torch.Tensor, Mapping[str, torch.Tensor]],
 ) -> dict[str, Any]:
-    """The state dict of the whole entries. Parameters that never stepped have none there."""
+    """The state dict of the whole entries.
+
+    Parameters that never stepped have none there, as in torch; but where no parameter has, all
+    have: torch.distributed.checkpoint reads into what a new optimizer's dict holds.
+    """
+    new = all(member.state["step"] == 0 for member in members.values())
     numbers: dict[torch.Tensor, int] = {}
     for group in param_groups:
         for p in group["params"]:
             numbers[p] = len(numbers)
     state = {}
     for p, index in numbers.items():
-        if p in entries and members[p].state["step"] > 0:
+        if p in entries and (new or members[p].state["step"] > 0):
             state[index] = {"step": members[p].state["step"].to("cpu", copy=True), **entries[p]}
     groups = [{**g, "params": [numbers[p] for p in g["params"]]} for g in param_groups]
     return {"state": state, "param_groups": groups}

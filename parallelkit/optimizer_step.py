@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import CollectiveMismatchError, ParallelKitError, UsageError
+from .errors import CollectiveMismatchError, ParallelKitError
 from .group import Group
 from .optimizer_checks import check_max_norm, hyper_parameters
 from .optimizer_layout import Member
@@ -19,7 +19,6 @@ __all__ = [
     "Agreed",
     "Facts",
     "agree",
-    "check_places",
     "global_norm",
     "note_write",
     "settings_hash",
@@ -93,16 +92,6 @@ def agree(mine: Facts, group: Group, members: Sequence[Member], averaged: bool) 
     # Those of other tensor-parallel ranks count too, and have not been heard.
     finite = largest < _SURELY_FINITE * weight and not any(member.split for member in members)
     return Agreed(moving, weight, finite)
-
-
-def check_places(members: Iterable[Member]) -> None:
-    """Raise where a parameter lies elsewhere than the optimizer has put it."""
-    for member in members:
-        if member.moved:
-            raise UsageError(
-                f"ShardedAdamW.step: {member.name} was moved or converted after the optimizer "
-                "was made; call .to(...) first, and make a new optimizer now"
-            )
 
 
 def global_norm(mine: Squares, group: Group, members: Iterable[Member]) -> float:

@@ -208,7 +208,6 @@ def save_sharded(group: pk.Group, path: str, dtype: torch.dtype) -> list[str]:
         if kind == "ours":
             pk.checkpoint.load(f"{path}/ours", model, optimizer)
         else:
-            train_plain(model, optimizer, range(5, 6), group.rank, group.size)
             parts = get_state_dict(model, optimizer)
             dcp.load({"model": parts[0], "optimizer": parts[1]}, checkpoint_id=f"{path}/torch")
             set_state_dict(model, optimizer, model_state_dict=parts[0], optim_state_dict=parts[1])

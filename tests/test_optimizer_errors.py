@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -120,26 +123,52 @@ def construct_with_a_fault(group: pk.Group) -> list[str]:
     return heard
 
 
-def test_parameters_that_were_moved_away_are_refused_on_all_ranks() -> None:
+def test_parameters_that_were_converted_are_refused_on_all_ranks() -> None:
     for size in (1, 2):
-        for messages in virtual_ranks(move_away, size):
-            assert all("moved or converted" in message for message in messages)
+        for message in virtual_ranks(convert, size):
+            assert "was torch.float32 and is torch.float64 on cpu" in message
 
 
-def move_away(group: pk.Group) -> list[str]:
-    messages = []
-    for change in (lambda p: p.detach().clone(), lambda p: p.detach().double()):
-        parameters = [nn.Parameter(torch.ones(300)) for _ in range(2)]
-        optimizer = pk.ShardedAdamW(parameters, group=group)
+def convert(group: pk.Group) -> str:
+    parameters = [nn.Parameter(torch.ones(300)) for _ in range(2)]
+    optimizer = pk.ShardedAdamW(parameters, group=group)
+    if group.rank == 0:
+        parameters[1].data = parameters[1].detach().double()
+    return ranks.message_of(RuntimeError, optimizer.step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parameters_that_were_moved_come_back_with_the_values_they_have(
+    size: int, dtype: torch.dtype
+) -> None:
+    wanted = virtual_ranks(partial(move_away, dtype=dtype, moves=False), size)
+    found = virtual_ranks(partial(move_away, dtype=dtype, moves=True), size)
+    assert ranks.same([*found, *wanted])
+
+
+def move_away(group: pk.Group, dtype: torch.dtype, moves: bool) -> list[float]:
+    """What two steps give; between them, values change and memory does on one rank or on all."""
+    parameters = [nn.Parameter(torch.linspace(1.0, 2.0, 300).to(dtype)) for _ in range(3)]
+    optimizer = pk.ShardedAdamW(parameters, lr=0.1, group=group)
+    for step in range(2):
         for p in parameters:
-            p.grad = None
-        if group.rank == 0 or group.size == 1:
-            parameters[1].data = change(parameters[1])
-        if group.size == 1 and parameters[1].dtype == torch.float32:
-            optimizer.step()  # alone, it may lie anywhere
-            continue
-        messages.append(ranks.message_of(RuntimeError, optimizer.step))
-    return messages
+            p.grad = torch.linspace(-1.0, 1.0, 300).to(dtype)
+        with torch.no_grad():
+            parameters[1].mul_(1.5)
+            if moves and group.rank == group.size - 1:
+                parameters[step].data = parameters[step].clone()
+            if moves:
+                parameters[1].data = parameters[1].clone()
+        optimizer.step()
+    return [value for p in parameters for value in p.tolist()]
+
+
+def test_an_optimizer_cannot_be_copied_or_pickled() -> None:
+    optimizer = pk.ShardedAdamW([nn.Parameter(torch.ones(3))])
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match=r"copy or save state_dict\(\)"):
+            copying(optimizer)
 
 
 def test_gradients_go_to_one_optimizer() -> None:
