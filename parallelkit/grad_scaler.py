@@ -77,6 +77,8 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise UsageError("GradScaler.step: called twice since the last update()")
+        if self._scale is None and not optimizer.has_gradients:  # a rank without work
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
         scale = self._get_scale_async()
         if scale is None:
             raise UsageError(

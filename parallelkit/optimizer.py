@@ -26,12 +26,12 @@ from .optimizer_gradients import AveragedGradients, Found, Gradients, LocalGradi
 from .optimizer_layout import Buffer, Member
 from .optimizer_state import StateFormat, checked_entries, owned_entry, pack, refresh_master, whole
 from .optimizer_step import (
-    Agreed,
-    Facts,
+    Notice,
     agree,
+    check_state,
     settings_hash,
 )
-from .together import as_ours, check_alike, together
+from .together import check_alike, together
 from .transport.cuda_peer import CudaPeer
 
 __all__ = ["ShardedAdamW"]
@@ -118,7 +118,7 @@ class ShardedAdamW(Optimizer):
         self._constructed = False
 
         def prepare() -> list[str]:
-            check_options(data_parallel, max_grad_norm, state_dtype, master_weights)
+            check_options(self.group, data_parallel, max_grad_norm, state_dtype, master_weights)
             mine = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
             hyper_parameters("ShardedAdamW", mine | {"amsgrad": amsgrad, "maximize": maximize})
             # torch checks its own options, and says which a state_dict has.
@@ -138,12 +138,12 @@ class ShardedAdamW(Optimizer):
 
         try:
             check_alike("ShardedAdamW", together(self.group, prepare, "ShardedAdamW"))
+            self._kept = StateFormat(STATE_DTYPES[state_dtype], master_weights is not False)
+            self._constructed = True
+            self._place_parameters()
         except ParallelKitError:
             self._gradients.give_back()
             raise
-        self._kept = StateFormat(STATE_DTYPES[state_dtype], master_weights is not False)
-        self._constructed = True
-        self._place_parameters()
 
     # -- where parameters lie ------------------------------------------------------------------
 
@@ -161,13 +161,19 @@ class ShardedAdamW(Optimizer):
         try:
             call = "ShardedAdamW.add_param_group"
             check_alike(call, together(self.group, add, call))
+            self._place_parameters()
         except ParallelKitError:
             del self.param_groups[before:]
             raise
-        self._place_parameters()
 
-    def _group_of(self) -> dict[torch.Tensor, dict[str, Any]]:
-        return {p: group for group in self.param_groups for p in group["params"]}
+    def _options(self) -> dict[Member, dict[str, Any]]:
+        """The parameter group of each member, as it is now."""
+        return {
+            self.members[p]: group
+            for group in self.param_groups
+            for p in group["params"]
+            if p in self.members
+        }
 
     def _new(self) -> dict[torch.Tensor, str]:
         """The trainable parameters that have no state yet, with their names."""
@@ -223,11 +229,11 @@ class ShardedAdamW(Optimizer):
         Args:
             contents: for each of them what `StateFormat.fill` wants: (member, step, entries).
         """
-        groups = self._group_of()
+        self._skipped, self._step = self.skipped_steps, None  # which knows where state lies
+        options = self._options()
         for member, step, entries in contents:
-            self._kept.fill(member, step, entries, groups[member.parameter]["amsgrad"])
-        self.state.update({p: member.state for p, member in self.members.items()})
-        self._skipped, self._step = self.skipped_steps, None  # which knew where state lay
+            self._kept.fill(member, step, entries, options[member]["amsgrad"])
+            self.state[member.parameter] = member.shown
 
     @property
     def skipped_steps(self) -> int:
@@ -239,9 +245,6 @@ class ShardedAdamW(Optimizer):
         self._skipped += count - self.skipped_steps
 
     def _prepare(self) -> HostStep | DeviceStep:
-        """Look up what every step asks of each member."""
-        groups = self._group_of()
-        self._options = {member: groups[p] for p, member in self.members.items()}
         averaged = self._gradients.averaged
         if isinstance(self.group._transport, CudaPeer):
             return DeviceStep(self._buffers, self.group, averaged)
@@ -271,25 +274,49 @@ class ShardedAdamW(Optimizer):
         self._place_new()
         if self._step is None:
             self._step = self._prepare()
-        fault = None
-        try:
+        call, options, found = "ShardedAdamW.step", self._options(), Found()
+
+        def look() -> Notice:
             if getattr(self, "grad_scale", None) is not None:  # torch's scaler sets it
                 raise UsageError(
-                    "ShardedAdamW.step: with data_parallel a rank's gradients are not averaged "
-                    "yet, and torch.amp.GradScaler would judge each rank by its own; use "
+                    f"{call}: with data_parallel a rank's gradients are not averaged yet, and "
+                    "torch.amp.GradScaler would judge each rank by its own; use "
                     "parallelkit.GradScaler"
                 )
-            for member in self._options:
-                member.bring_home()
             settings = settings_hash(self.param_groups, self.max_grad_norm)
-            found = self._gradients.find(self._options)
-        except Exception as error:
-            fault, settings, found = as_ours(error, "ShardedAdamW.step"), 0, {}
-        agreed = self._agree(found, settings, fault)
+            for member, group in options.items():
+                member.bring_home()
+                check_state(call, member, group, self.state)
+            found.update(self._gradients.find(options))
+            return Notice(
+                self._gradients.used(options, found),
+                self._gradients.weight,
+                settings,
+                self._gradients.largest() * self._scale(),
+                self._loss_scale != 1.0,
+            )
+
+        heard = together(self.group, look, call)
+        if any(notice.settings != heard[0].settings for notice in heard):
+
+            def words() -> list[str]:
+                return settings_in_words(call, self.param_groups, self.max_grad_norm)
+
+            check_alike(call, together(self.group, words, call))
+        agreed = agree(heard, list(options), self._gradients.averaged)
+        self._gradients.heard(agreed.weight)
+        self.last_grad_norm = None
         if agreed.moving:
             for member in agreed.moving:
                 refresh_master(member)
-            self._move(agreed, found)
+            self.last_grad_norm = self._step.move(
+                {member: (found[member], options[member]) for member in agreed.moving},
+                self._gradients.weight,
+                self._scale(),
+                self.max_grad_norm,
+                self.skip_nonfinite and not agreed.finite,
+                agreed.quiet,
+            )
         self._gradients.clear()
         return loss
 
@@ -303,35 +330,14 @@ class ShardedAdamW(Optimizer):
         finally:
             self._loss_scale = 1.0
 
-    def _agree(self, found: Found, settings: int, fault: ParallelKitError | None) -> Agreed:
-        """Tell the ranks what is used here, and hear what follows."""
-        members, gradients = list(self._options), self._gradients
-        mine = Facts(
-            gradients.used(members, found),
-            gradients.weight,
-            settings,
-            fault,
-            gradients.largest() * self._scale(),
-        )
-        agreed = agree(mine, self.group, members, gradients.averaged)
-        gradients.heard(agreed.weight)
-        return agreed
-
     def _scale(self) -> float:
         """The factor that this rank's gradients still need."""
         return self._gradients.scale / self._loss_scale
 
-    def _move(self, agreed: Agreed, found: Found) -> None:
-        """One step of the members that move."""
-        assert self._step is not None
-        self.last_grad_norm = self._step.move(
-            {member: (found[member], self._options[member]) for member in agreed.moving},
-            self._gradients.weight,
-            self._scale(),
-            self.max_grad_norm,
-            self.skip_nonfinite and not agreed.finite,
-            quiet=self._loss_scale != 1.0,  # with a loss scale, skipping is nothing unusual
-        )
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank has anything to add to the next step."""
+        return self._gradients.weight > 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch.optim.Optimizer's; with `data_parallel` forgets what was accumulated."""
@@ -344,8 +350,8 @@ class ShardedAdamW(Optimizer):
         """Bytes of moments, their scales, and masters held by this rank."""
         return sum(
             entry.nbytes
-            for state in self.state.values()
-            for name, entry in state.items()
+            for member in self.members.values()
+            for name, entry in member.state.items()
             if name != "step"
         )
 
@@ -364,6 +370,7 @@ class ShardedAdamW(Optimizer):
             pre_hook(self)
         for member in self.members.values():
             refresh_master(member)
+        # All ranks are here, or are told by this name: what follows has names that nobody called.
         together(self.group, lambda: None, "ShardedAdamW.state_dict")
         keep = self.group.rank == 0 or not rank0_only
         entries = whole(self._buffers, self.group, keep)
@@ -406,7 +413,7 @@ class ShardedAdamW(Optimizer):
                 own = ("params", "param_names")
                 settings.append(group | {k: v for k, v in new.items() if k not in own})
             steps = [float(found[p]["step"]) if p in found else None for p in self.members]
-            return [*settings_in_words(call, settings), f"step counts {steps}"]
+            return [*settings_in_words(call, settings, None), f"step counts {steps}"]
 
         check_alike(call, together(self.group, check, call))
         for group, loaded in zip(self.param_groups, settings, strict=True):

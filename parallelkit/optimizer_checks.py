@@ -34,6 +34,7 @@ STATE_DTYPES = {
 
 
 def check_options(
+    group: Group,
     data_parallel: DataParallel | None,
     max_grad_norm: float | None,
     state_dtype: torch.dtype | str,
@@ -44,6 +45,11 @@ def check_options(
         raise InvalidTypeError(
             "ShardedAdamW: data_parallel must be a parallelkit.DataParallel, got "
             f"{type(data_parallel).__name__}; for torch DDP leave it out"
+        )
+    if data_parallel is not None and data_parallel.group is not group:
+        raise InvalidArgumentError(
+            "ShardedAdamW: group must be that of data_parallel, in whose memory the gradients lie; "
+            "leave it out"
         )
     if not isinstance(state_dtype, (torch.dtype, str)) or state_dtype not in STATE_DTYPES:
         raise InvalidArgumentError(
@@ -89,13 +95,15 @@ def hyper_parameters(call: str, options: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in named.items()}
 
 
-def settings_in_words(call: str, groups: Iterable[Mapping[str, Any]]) -> list[str]:
+def settings_in_words(
+    call: str, groups: Iterable[Mapping[str, Any]], max_grad_norm: float | None
+) -> list[str]:
     """The hyper-parameters of all parameter groups, one after the other."""
-    return [
-        f"{name}={value} in group {g}"
-        for g, group in enumerate(groups)
-        for name, value in hyper_parameters(call, group).items()
-    ]
+    found = [] if max_grad_norm is None else [f"max_grad_norm={max_grad_norm}"]
+    for g, group in enumerate(groups):
+        named = hyper_parameters(call, group)
+        found += [f"{name}={value} in group {g}" for name, value in named.items()]
+    return found
 
 
 def check_parameter(name: str, p: torch.Tensor, group: Group) -> None:

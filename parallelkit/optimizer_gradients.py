@@ -144,10 +144,16 @@ class LocalGradients:
 
     def check(self, name: str, parameter: torch.Tensor) -> None:
         """As `Gradients`."""
-        if parameter not in self._buckets.slot_of:
+        slot = self._buckets.slot_of.get(parameter)
+        if slot is None:
             raise InvalidArgumentError(
                 f"ShardedAdamW: {name} is not a parameter of data_parallel; "
                 "give it an optimizer of its own"
+            )
+        if not _readable(slot.view.dtype, parameter.dtype):
+            raise InvalidArgumentError(
+                f"ShardedAdamW: {name} of {parameter.dtype} must have gradients in that dtype or "
+                f"in float32, and data_parallel has grad_dtype={slot.view.dtype}"
             )
 
     def find(self, members: Iterable[Member]) -> Found:
@@ -178,6 +184,11 @@ class LocalGradients:
         self._buckets.private = False
 
 
+def _readable(gradient: torch.dtype, parameter: torch.dtype) -> bool:
+    """Whether a step on a parameter reads gradients of that dtype."""
+    return gradient in (parameter, torch.float32 if parameter != torch.float64 else parameter)
+
+
 def _usable(member: Member, grad: torch.Tensor) -> torch.Tensor:
     """A gradient in the parameter's order of memory, in its dtype or float32: itself, or a copy."""
     param = member.local
@@ -186,8 +197,7 @@ def _usable(member: Member, grad: torch.Tensor) -> torch.Tensor:
             f"ShardedAdamW.step: the gradient of {member.name} must be dense, "
             f"got {grad.layout}; use sparse=False"
         )
-    dtype = param.dtype
-    fits = grad.dtype == dtype or (grad.dtype == torch.float32 and dtype != torch.float64)
+    fits = _readable(grad.dtype, param.dtype) and not grad.is_neg()
     in_rows = grad.is_contiguous() and param.is_contiguous()  # asked first: it costs less
     if fits and (in_rows or grad.stride() == param.stride()):
         return grad

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,10 +37,13 @@ class Member:
     name: str
     start: int = 0  # this rank owns elements [start, stop)
     stop: int = 0
-    state: dict[str, Any] = field(default_factory=dict)  # of the owned elements
     version: int = -1  # of the parameter, after the optimizer's last write
     dtype: torch.dtype | None = None  # of the parameter, when it was placed
+    order: tuple[int, ...] = ()  # of its memory, then
     home: torch.Tensor | None = None  # its memory, where peers write to it
+
+    def __post_init__(self) -> None:
+        self.state = {}
 
     @property
     def local(self) -> torch.Tensor:
@@ -52,14 +56,36 @@ class Member:
         `.to("cpu:0")` on a parameter on "cpu" gives it other memory, and so does `.data = ...`.
         """
         p = self.parameter
-        if p.dtype != self.dtype or (self.home is not None and p.device != self.home.device):
+        here = self.local
+        elsewhere = self.home is not None and here.device != self.home.device
+        reordered = self.home is None and _order_of(here) != self.order
+        if p.dtype != self.dtype or elsewhere or reordered:
             raise UsageError(
                 f"ShardedAdamW.step: {self.name} was {self.dtype} and is {p.dtype} on {p.device} "
-                "now; convert the model first, and make a new optimizer"
+                f"now{', in another order of memory' * reordered}; convert the model first, and "
+                "make a new optimizer"
             )
         if self.home is not None and p.data_ptr() != self.home.data_ptr():
             p.data = self.home.copy_(p.detach())
             self.version = -1  # whoever moved it may have written to it
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Of the owned elements."""
+        return self._state
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        self._state = state
+        self.shown = MappingProxyType(state)
+
+    def has(self, state: Mapping[str, Any] | None) -> bool:
+        """Whether a mapping holds exactly the tensors of its state."""
+        return (
+            state is not None
+            and state.keys() == self.state.keys()
+            and all(state[name] is entry for name, entry in self.state.items())
+        )
 
     @property
     def split(self) -> bool:
@@ -119,12 +145,18 @@ class Buffer:
         begin, end = self.range(rank if self.size > 1 else 0)
         for member in self.members:
             member.start, member.stop = member.within(begin, end)
-            member.dtype = member.parameter.dtype
+            member.dtype, member.order = member.parameter.dtype, _order_of(member.local)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that say where elements lie."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(stride for size, stride in pairs if size > 1 and tensor.numel() > 0)
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -126,9 +126,8 @@ def pack(
     """
     new = all(member.state["step"] == 0 for member in members.values())
     numbers: dict[torch.Tensor, int] = {}
-    for group in param_groups:
-        for p in group["params"]:
-            numbers[p] = len(numbers)
+    for index, p in enumerate(p for group in param_groups for p in group["params"]):
+        numbers.setdefault(p, index)  # torch counts one that is listed twice, and warns
     state = {}
     for p, index in numbers.items():
         if p in entries and (new or members[p].state["step"] > 0):
@@ -236,10 +235,15 @@ def checked_entries(
                     "nothing was loaded"
                 )
             for key in ENTRIES:
-                if key in entry and entry[key].shape != p.shape:
+                if key not in entry:
+                    continue
+                wanted, got = p.shape, entry[key].shape
+                if wanted == got:
+                    wanted, got = local_of(p).shape, local_of(entry[key]).shape
+                if wanted != got:
                     raise InvalidArgumentError(
-                        f"{call}: {key!r} of {whose} must have shape {list(p.shape)}, "
-                        f"got {list(entry[key].shape)}; nothing was loaded"
+                        f"{call}: {key!r} of {whose} must have shape {list(wanted)}, "
+                        f"got {list(got)}; nothing was loaded"
                     )
             found[p] = entry
     return found

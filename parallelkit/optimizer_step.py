@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from .errors import CollectiveMismatchError, ParallelKitError
+from .errors import CollectiveMismatchError, UsageError
 from .group import Group
 from .optimizer_checks import check_max_norm, hyper_parameters
 from .optimizer_layout import Member
@@ -17,8 +17,9 @@ from .sharded_step import Squares, Work
 
 __all__ = [
     "Agreed",
-    "Facts",
+    "Notice",
     "agree",
+    "check_state",
     "global_norm",
     "note_write",
     "settings_hash",
@@ -26,14 +27,14 @@ __all__ = [
 ]
 
 
-class Facts(NamedTuple):
+class Notice(NamedTuple):
     """What a rank tells the others before a step."""
 
     used: bytes  # for each parameter, whether it has a gradient here
     weight: float  # items that this rank's gradients stand for
     settings: int  # hash of all hyper-parameters
-    fault: ParallelKitError | None
     largest: float  # magnitude of its gradients times what they count for; infinity: not known
+    scaled: bool  # the loss was, so that a gradient that is not finite is nothing unusual
 
 
 class Agreed(NamedTuple):
@@ -42,6 +43,7 @@ class Agreed(NamedTuple):
     moving: list[Member]  # the parameters that move
     weight: float  # of all ranks
     finite: bool  # the mean gradient is certainly finite
+    quiet: bool  # nobody wants to hear of a step that is skipped
 
 
 # Well below the range of float32, so that no order of adding overflows.
@@ -58,40 +60,59 @@ def settings_hash(groups: Sequence[Mapping[str, Any]], max_grad_norm: float | No
     return hash(tuple(numbers))
 
 
-def agree(mine: Facts, group: Group, members: Sequence[Member], averaged: bool) -> Agreed:
-    """What follows for the step, or an error; the same on every rank. Collective.
+def check_state(
+    call: str,
+    member: Member,
+    group: Mapping[str, Any],
+    shown: MutableMapping[torch.Tensor, Any],
+) -> None:
+    """Raise where the state of a parameter is no more what its steps made it.
 
     Args:
-        mine: of this rank.
+        call: for errors.
+        member: the parameter.
+        group: its parameter group.
+        shown: the optimizer's `.state`, which anybody can write to.
+    """
+    if shown.get(member.parameter) is not member.shown:
+        if not member.has(shown.get(member.parameter)):
+            raise UsageError(
+                f"{call}: the state of {member.name} was replaced in `.state`; give it to "
+                "load_state_dict, on every rank, or make a new optimizer"
+            )
+        shown[member.parameter] = member.shown  # a copy of the dict, as Lightning makes
+    if group["amsgrad"] != ("max_exp_avg_sq" in member.state):
+        raise UsageError(
+            f"{call}: amsgrad of {member.name} was changed; it is an option of the constructor, "
+            "of add_param_group and of load_state_dict"
+        )
+
+
+def agree(heard: Sequence[Notice], members: Sequence[Member], averaged: bool) -> Agreed:
+    """What follows for the step, or an error; the same on every rank.
+
+    Args:
+        heard: of every rank; their hyper-parameters are the same.
         members: all of them.
         averaged: gradients are the mean already, so that all ranks have the same ones.
     """
-    heard = [Facts(*facts) for facts in group._gather_objects(tuple(mine))]
-    for rank, facts in enumerate(heard):
-        if facts.fault is not None:
-            raise type(facts.fault)(f"{facts.fault} [rank {rank} of {len(heard)}]")
-    for rank, facts in enumerate(heard):
-        if facts.settings != heard[0].settings:
-            raise CollectiveMismatchError(
-                "ShardedAdamW.step: learning rates or other hyper-parameters differ between "
-                f"rank 0 and rank {rank}; nothing was changed"
-            )
-        if averaged and facts.used != heard[0].used:
+    for rank, notice in enumerate(heard):
+        if averaged and notice.used != heard[0].used:
             odd = next(
-                m for m, a, b in zip(members, facts.used, heard[0].used, strict=True) if a != b
+                m for m, a, b in zip(members, notice.used, heard[0].used, strict=True) if a != b
             )
             raise CollectiveMismatchError(
                 f"ShardedAdamW.step: {odd.name} has a gradient on one of rank 0 and rank "
                 f"{rank} only; gradients must be averaged before the step. Nothing was changed"
             )
     # Nothing at all where every weight is 0.
-    some = [any(flags) for flags in zip(*(f.used for f in heard if f.weight > 0), strict=True)]
+    some = [any(flags) for flags in zip(*(n.used for n in heard if n.weight > 0), strict=True)]
     moving = [member for member, moves in zip(members, some, strict=False) if moves]
-    weight = math.fsum(facts.weight for facts in heard)
-    largest = sum(facts.largest for facts in heard if facts.weight > 0)
+    weight = sum(notice.weight for notice in heard)
+    largest = sum(notice.largest for notice in heard if notice.weight > 0)
     # Those of other tensor-parallel ranks count too, and have not been heard.
     finite = largest < _SURELY_FINITE * weight and not any(member.split for member in members)
-    return Agreed(moving, weight, finite)
+    return Agreed(moving, weight, finite, quiet=any(notice.scaled for notice in heard))
 
 
 def global_norm(mine: Squares, group: Group, members: Iterable[Member]) -> float:

@@ -375,7 +375,7 @@ def test_good_input_that_differs_between_ranks_is_told_apart(tmp_path):
         "dim=1 instead of dim=0",
         "float32[2, 3] on rank 0 and float32[3, 3] on rank 1",
         "an optimizer of [['[2, 3]', '[2]']] instead of no optimizer",
-        "hyper-parameters differ between rank 0 and rank 1",
+        "max_grad_norm=2.0 instead of max_grad_norm=1.0",
         "an optimizer of [['[2, 3]', '[2]']] instead of no optimizer",
         "amsgrad=True instead of amsgrad=False",
         "eps=2e-08 in group 0 instead of eps=1e-08",

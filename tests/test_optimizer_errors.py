@@ -36,7 +36,7 @@ def test_bad_options_are_named() -> None:
 def test_differing_ranks_are_refused_alike() -> None:
     for message in run_ranks(disagree, 2):
         assert "rank 1" in message[0] and "differs from rank 0" in message[0]
-        assert "learning rates" in message[1]
+        assert "lr=1.1 in group 0 instead of lr=0.1" in message[1]
         assert "has a gradient on one of" in message[2]
 
 
