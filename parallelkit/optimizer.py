@@ -230,7 +230,7 @@ class ShardedAdamW(Optimizer):
         groups = self._group_of()
         for member, step, entries in contents:
             self._kept.fill(member, step, entries, groups[member.parameter]["amsgrad"])
-        self.state.update({p: member.state for p, member in self.members.items()})
+            self.state[member.parameter] = member.state  # and the old one's memory is free
         self._skipped, self._step = self.skipped_steps, None  # which knew where state lay
 
     @property

@@ -198,6 +198,29 @@ def test_damaged_files_are_named_and_nothing_is_loaded(saved: Path) -> None:
     assert pk.checkpoint.load(saved, model_of(2)) == [1, "two"]
 
 
+def test_numbers_and_settings_are_kept_too(tmp_path: Path) -> None:
+    """Steps of each parameter, steps that were skipped, and the options of each group."""
+    model = model_of(1)
+    optimizer = optimizer_of(model, amsgrad=True, maximize=True)
+    train(model, optimizer, range(3))
+    optimizer.zero_grad()
+    next(iter(model.parameters())).grad = torch.full((90, 5), torch.nan)
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        optimizer.step()
+    model[0].weight.grad.fill_(1.0)
+    optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.003
+    pk.checkpoint.save(tmp_path, model, optimizer)
+    other = model_of(2)
+    loaded = optimizer_of(other)
+    pk.checkpoint.load(tmp_path, other, loaded)
+    wanted, found = optimizer.state_dict(), loaded.state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    assert [float(s["step"]) for s in found["state"].values()] == [4.0] + [3.0] * 7
+    assert loaded.skipped_steps == optimizer.skipped_steps == 1
+    assert everything(other, loaded) == everything(model, optimizer)
+
+
 def test_checkpoint_of_another_model_is_refused(saved: Path) -> None:
     other = model_of(2)
     other[3] = nn.Linear(70, 2)

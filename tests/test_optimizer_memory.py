@@ -132,6 +132,34 @@ def test_the_state_is_as_large_as_it_says_it_is(dtype: torch.dtype) -> None:
     assert sum(taken for taken, _ in found) == pytest.approx(told, rel=0.02)
 
 
+def load(group: pk.Group, path: str) -> list[float]:
+    """Shards that are taken for a moment while state is loaded, from a dict and from files."""
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
+    found = []
+    for count in (1, 16):  # the first time loads code too
+        optimizer, backward = with_gradients(group, False, torch.float32, count)
+        model = nn.ParameterList(optimizer.parameters())
+        backward()
+        optimizer.step()
+        whole = optimizer.state_dict()
+        folder = f"{path}/{count}"
+        pk.checkpoint.save(folder, model, optimizer)
+        taken = [
+            taken_for_a_moment(lambda o=optimizer, w=whole: o.load_state_dict(w)),
+            taken_for_a_moment(lambda f=folder, m=model, o=optimizer: pk.checkpoint.load(f, m, o)),
+        ]
+        found = [mib * 2**20 / optimizer.state_bytes() for mib in taken]
+    return found
+
+
+def test_old_state_goes_as_the_new_one_comes(tmp_path: Path) -> None:
+    if not RESET.exists():
+        pytest.skip("the kernel does not reset its count")
+    for from_dict, from_files in run_ranks(load, 2, str(tmp_path)):
+        assert from_dict < 0.6
+        assert from_files < 1.5, "what is read is there beside what it replaces"
+
+
 class Heap(ctypes.Structure):
     """glibc's struct mallinfo2."""
 
