@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -264,7 +265,7 @@ def some_large_steps(kind: Any) -> tuple[str, float]:
     """
     generator = torch.Generator().manual_seed(0)
     parameters = [
-        nn.Parameter(torch.randn(n, generator=generator)) for n in (150_001, 50_000, 199_999)
+        nn.Parameter(torch.randn(n, generator=generator)) for n in (450_001, 50_000, 199_999)
     ]
     with pk.Group() as group:
         optimizer = pk.ShardedAdamW(
@@ -356,8 +357,12 @@ def test_plain_pytorch_draws_the_bits_of_the_kernel(kind: Any) -> None:
     found = []
     for way in ("native", "plain"):
         generator = torch.Generator().manual_seed(0)
+        dtypes = itertools.cycle(
+            (torch.bfloat16, torch.float32)
+        )  # apart, but numbered as they come
         parameters = [
-            nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (5000, *SIZES)
+            nn.Parameter(torch.randn(n, generator=generator).bfloat16().to(dtype))
+            for n, dtype in zip((5000, 4097, *SIZES), dtypes, strict=False)
         ]
         with stepping(way) as group:
             optimizer = pk.ShardedAdamW(
@@ -372,7 +377,8 @@ def test_plain_pytorch_draws_the_bits_of_the_kernel(kind: Any) -> None:
                 group=group,
             )
             for parameter in parameters:
-                parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+                gradient = torch.randn(parameter.shape, generator=generator).bfloat16()
+                parameter.grad = gradient.to(parameter.dtype)
             optimizer.step()
         state = optimizer.state_dict()["state"].values()
         moments = [entry[name] for entry in state for name in MOMENTS]
