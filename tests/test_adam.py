@@ -435,13 +435,14 @@ def test_the_largest_square_stays_the_largest_when_rounded() -> None:
     assert bool((entry["max_exp_avg_sq"] > entry["exp_avg_sq"]).any())
 
 
-def test_extreme_scales_add_in_double() -> None:
-    """A loss scale of 2^-110 asks for a factor that float cannot take beside small gradients."""
+@pytest.mark.parametrize("scale", [2.0**-110, 2.0**-140])
+def test_extreme_scales_add_in_double(scale: float) -> None:
+    """The factor that such a loss scale asks for may be beyond the range of float."""
     parameter = nn.Parameter(torch.zeros(300))
     model = pk.DataParallel(nn.ParameterList([parameter]))
     optimizer = pk.ShardedAdamW(
         model.parameters(), lr=1.0, data_parallel=model, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0
     )
-    model.backward((parameter * 2.0**-110).sum())
-    optimizer._step_scaled(2.0**-110)
+    model.backward((parameter * scale).sum())
+    optimizer._step_scaled(scale)
     torch.testing.assert_close(parameter.detach(), torch.full((300,), -0.5))
