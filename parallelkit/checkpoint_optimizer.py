@@ -127,5 +127,5 @@ def take_over(optimizer: ShardedAdamW, manifest: dict[str, Any], room: Room) -> 
     for group, options in zip(optimizer.param_groups, manifest["groups"], strict=True):
         group.update({**options, "betas": tuple(options["betas"])})
     steps = [known["step"] if known else 0.0 for known in manifest["steps"]]
-    optimizer.fill((member, steps[i], room[member]) for i, member in _members(optimizer))
+    optimizer.fill((member, steps[i], room.pop(member)) for i, member in _members(optimizer))
     optimizer.skipped_steps = manifest["skipped_steps"]

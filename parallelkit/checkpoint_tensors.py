@@ -232,13 +232,15 @@ class Reader(FileSystemReader):
         with file.open("rb") as stream:
             try:
                 metadata = _MetadataUnpickler(stream).load()
-            except pickle.UnpicklingError as error:
+            except Exception as error:  # a pickle that was edited can raise anything
                 raise CheckpointError(f"{file}: {error}; nothing was loaded") from error
-        if getattr(metadata, "storage_meta", None) is None:
+        if not isinstance(metadata, Metadata):
+            kind = type(metadata).__name__
+            raise CheckpointError(f"{file} holds a {kind}, no metadata; nothing was loaded")
+        if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        found: Metadata = metadata
-        return found
+        return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -233,7 +233,7 @@ class ShardedAdamW(Optimizer):
         options = self._options()
         for member, step, entries in contents:
             self._kept.fill(member, step, entries, options[member]["amsgrad"])
-            self.state[member.parameter] = member.shown
+            self.state[member.parameter] = member.shown  # and the old one's memory is free
 
     @property
     def skipped_steps(self) -> int:

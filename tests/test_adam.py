@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -178,13 +182,15 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     assert ranks.same(list(found.values()))
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [torch.bfloat16, "int8"])
-def test_fewer_bits_give_the_same_numbers_at_any_world_size(kind: Any) -> None:
-    runs = [virtual_ranks(lambda g: some_steps(g, kind), size) for size in (1, 2, 3)]
+def test_fewer_bits_give_the_same_numbers_at_any_world_size(kind: Any, fused: bool) -> None:
+    runs = [virtual_ranks(lambda g: some_steps(g, kind, fused), size) for size in (1, 2, 3)]
     assert ranks.same([digest for run in runs for digest in run])
 
 
-def some_steps(group: pk.Group, kind: Any) -> str:
+def some_steps(group: pk.Group, kind: Any, fused: bool) -> str:
+    """On gradients that are the mean at any world size; in the fused mode rank 0 has all of it."""
     generator = torch.Generator().manual_seed(0)
     sizes = (9001, 300, 5000)
     parameters = [
@@ -192,29 +198,116 @@ def some_steps(group: pk.Group, kind: Any) -> str:
         for n in sizes
         for dtype in (torch.float32, torch.bfloat16)
     ]
+    model = pk.DataParallel(nn.ParameterList(parameters), group, bucket_mb=0.03) if fused else None
     optimizer = pk.ShardedAdamW(
-        parameters, group=group, state_dtype=kind, master_weights=False, lr=0.01
+        parameters,
+        group=group,
+        data_parallel=model,
+        state_dtype=kind,
+        master_weights=False,
+        lr=0.01,
     )
     for _ in range(3):
-        for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        gradients = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in parameters]
+        if model is None:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+        elif group.rank == 0:
+            pairs = zip(parameters, gradients, strict=True)
+            model.backward(torch.stack([(p * g).float().sum() for p, g in pairs]).sum())
         optimizer.step()
     entries = [e for entry in optimizer.state_dict()["state"].values() for e in entry.values()]
     return ranks.digest([p.detach() for p in parameters] + entries)
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "reference"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [torch.bfloat16, "int8"])
+def test_each_step_and_each_parameter_draws_its_own_bits(kind: Any, fused: bool) -> None:
+    """Of equal parameters, each in a bucket of its own, on the same gradient twice."""
+    parameters = [nn.Parameter(torch.zeros(5000)) for _ in range(3)]
+    gradient = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    model = pk.DataParallel(nn.ParameterList(parameters), bucket_mb=0.01)
+    optimizer = pk.ShardedAdamW(
+        parameters, betas=(0.0, 0.0), state_dtype=kind, data_parallel=model if fused else None
+    )
+    found = []
+    for _ in range(2):
+        if fused:
+            model.backward(torch.stack([(p * gradient).sum() for p in parameters]).sum())
+        else:
+            for p in parameters:
+                p.grad = gradient
+        optimizer.step()
+        state = optimizer.state_dict()["state"].values()
+        found += [entry[name] for entry in state for name in MOMENTS[:2]]
+    for name, places in (("exp_avg", found[::2]), ("exp_avg_sq", found[1::2])):
+        for i, one in enumerate(places):
+            for other in places[:i]:
+                assert float((one != other).float().mean()) > 0.1, name
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, "int8"])
+def test_threads_that_share_a_step_do_not_change_it(kind: Any) -> None:
+    threads, found = torch.get_num_threads(), []
+    for count in (1, 3, 5):
+        torch.set_num_threads(count)
+        found.append(some_large_steps(kind))
+    torch.set_num_threads(threads)
+    assert ranks.same([digest for digest, _ in found])
+    norms = torch.tensor([norm for _, norm in found], dtype=torch.float64)
+    torch.testing.assert_close(norms, norms[:1].expand(3), rtol=1e-12, atol=0)
+
+
+def some_large_steps(kind: Any) -> tuple[str, float]:
+    """The hash of everything, and the norm of the last gradient.
+
+    So many elements, not all of which move, that several threads are worth starting.
+    """
+    generator = torch.Generator().manual_seed(0)
+    parameters = [
+        nn.Parameter(torch.randn(n, generator=generator)) for n in (450_001, 50_000, 199_999)
+    ]
+    with pk.Group() as group:
+        optimizer = pk.ShardedAdamW(
+            parameters, group=group, state_dtype=kind, max_grad_norm=float("inf")
+        )
+        for step in range(3):
+            for index, parameter in enumerate(parameters):
+                gradient = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = None if (step, index) == (2, 1) else gradient
+            optimizer.step()
+        assert optimizer.last_grad_norm is not None
+        entries = [e for s in optimizer.state_dict()["state"].values() for e in s.values()]
+        digest = ranks.digest([p.detach() for p in parameters] + entries)
+        return digest, optimizer.last_grad_norm.item()
+
+
+@contextlib.contextmanager
+def stepping(way: str) -> Iterator[pk.Group]:
+    """A group whose steps are the kernel's, or plain PyTorch's."""
+    if way == "native":
+        with pk.Group() as group:
+            yield group
+    else:
+        with (
+            pk.Group(algorithm="reference") as group,
+            mock.patch("parallelkit.distributed_step.cpu", None),
+        ):
+            yield group
+
+
+@pytest.mark.parametrize("way", ["native", "plain"])
 @pytest.mark.parametrize(("kind", "tolerance"), [(torch.bfloat16, 0.008), ("int8", 0.1)])
 def test_rounded_moments_are_near_and_right_on_average(
-    kind: Any, tolerance: float, algorithm: str
+    kind: Any, tolerance: float, way: str
 ) -> None:
     """betas 1/2: the first step's moments are g/2 and g²/2."""
     g = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) + 0.5
     parameter = nn.Parameter(torch.zeros_like(g))
-    group = pk.Group(algorithm=algorithm)
-    optimizer = pk.ShardedAdamW([parameter], betas=(0.5, 0.5), state_dtype=kind, group=group)
-    parameter.grad = g.clone()
-    optimizer.step()
+    with stepping(way) as group:
+        optimizer = pk.ShardedAdamW([parameter], betas=(0.5, 0.5), state_dtype=kind, group=group)
+        parameter.grad = g.clone()
+        optimizer.step()
     entry = optimizer.state_dict()["state"][0]
     for name, exact in (("exp_avg", g.double() / 2), ("exp_avg_sq", g.double().square() / 2)):
         error = entry[name].double() - exact
@@ -226,45 +319,70 @@ def test_rounded_moments_are_near_and_right_on_average(
     assert optimizer.state_bytes() < (4.1 if kind == torch.bfloat16 else 2.1) * len(g)
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "reference"])
-def test_bfloat16_without_masters_moves_on_average_by_the_whole_step(algorithm: str) -> None:
+@pytest.mark.parametrize("way", ["native", "plain"])
+def test_a_small_square_beside_a_large_one_is_never_rounded_to_zero(way: str) -> None:
+    """A step divides by its root: by eps alone it would be a thousand times too large."""
+    parameter = nn.Parameter(torch.zeros(4096))
+    with stepping(way) as group:
+        optimizer = pk.ShardedAdamW(
+            [parameter], lr=1.0, betas=(0.9, 0.9), state_dtype="int8", group=group
+        )
+        for _ in range(20):
+            parameter.grad = torch.full_like(parameter, 1e-4)
+            parameter.grad[::256] = 1e3
+            optimizer.step()
+    assert bool((optimizer.state_dict()["state"][0]["exp_avg_sq"] > 0).all())
+    assert float(parameter.detach().abs().max()) < 10 * 20
+
+
+@pytest.mark.parametrize("way", ["native", "plain"])
+def test_bfloat16_without_masters_moves_on_average_by_the_whole_step(way: str) -> None:
     """One step of 1e-4 from 1.0: to nearest it would be lost, here 1 in 39 elements takes it."""
     parameter = nn.Parameter(torch.ones(1 << 16, dtype=torch.bfloat16))
-    optimizer = pk.ShardedAdamW(
-        [parameter],
-        lr=1e-4,
-        weight_decay=0.0,
-        master_weights=False,
-        group=pk.Group(algorithm=algorithm),
-    )
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    with stepping(way) as group:
+        optimizer = pk.ShardedAdamW(
+            [parameter], lr=1e-4, weight_decay=0.0, master_weights=False, group=group
+        )
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
     values = parameter.detach().double()
     assert set(values.unique().tolist()) == {1.0, 1.0 - 2.0**-8}
     assert float(values.mean()) == pytest.approx(1 - 1e-4, abs=1e-5)
     assert "master_param" not in optimizer.state_dict()["state"][0]
 
 
-def test_plain_pytorch_draws_the_bits_of_the_kernel() -> None:
-    """A step that moves nothing but rounds: the same random bits, the same codes."""
+@pytest.mark.parametrize("kind", [torch.bfloat16, "int8"])
+def test_plain_pytorch_draws_the_bits_of_the_kernel(kind: Any) -> None:
+    """A step without a rounding of its own: the same random bits, the same codes, also of tails."""
     found = []
-    for algorithm in ("auto", "reference"):
-        parameter = nn.Parameter(torch.linspace(1, 2, 5000, dtype=torch.float32).bfloat16())
-        optimizer = pk.ShardedAdamW(
-            [parameter],
-            betas=(0.0, 0.0),
-            lr=2.0**-12,
-            weight_decay=0.0,
-            eps=0.0,
-            amsgrad=True,
-            state_dtype=torch.bfloat16,
-            master_weights=False,
-            group=pk.Group(algorithm=algorithm),
-        )
-        parameter.grad = torch.linspace(1, 3, 5000).bfloat16()
-        optimizer.step()
-        entry = optimizer.state_dict()["state"][0]
-        found.append((parameter.detach(), *(entry[name] for name in MOMENTS)))
+    for way in ("native", "plain"):
+        generator = torch.Generator().manual_seed(0)
+        dtypes = itertools.cycle(
+            (torch.bfloat16, torch.float32)
+        )  # apart, but numbered as they come
+        parameters = [
+            nn.Parameter(torch.randn(n, generator=generator).bfloat16().to(dtype))
+            for n, dtype in zip((5000, 4097, *SIZES), dtypes, strict=False)
+        ]
+        with stepping(way) as group:
+            optimizer = pk.ShardedAdamW(
+                parameters,
+                betas=(0.0, 0.0),
+                lr=2.0**-12,
+                weight_decay=0.0,
+                eps=0.0,
+                amsgrad=True,
+                state_dtype=kind,
+                master_weights=False,
+                group=group,
+            )
+            for parameter in parameters:
+                gradient = torch.randn(parameter.shape, generator=generator).bfloat16()
+                parameter.grad = gradient.to(parameter.dtype)
+            optimizer.step()
+        state = optimizer.state_dict()["state"].values()
+        moments = [entry[name] for entry in state for name in MOMENTS]
+        found.append([*(p.detach() for p in parameters), *moments])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -317,13 +435,14 @@ def test_the_largest_square_stays_the_largest_when_rounded() -> None:
     assert bool((entry["max_exp_avg_sq"] > entry["exp_avg_sq"]).any())
 
 
-def test_extreme_scales_add_in_double() -> None:
-    """A loss scale of 2^-110 asks for a factor that float cannot take beside small gradients."""
+@pytest.mark.parametrize("scale", [2.0**-110, 2.0**-140])
+def test_extreme_scales_add_in_double(scale: float) -> None:
+    """The factor that such a loss scale asks for may be beyond the range of float."""
     parameter = nn.Parameter(torch.zeros(300))
     model = pk.DataParallel(nn.ParameterList([parameter]))
     optimizer = pk.ShardedAdamW(
         model.parameters(), lr=1.0, data_parallel=model, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0
     )
-    model.backward((parameter * 2.0**-110).sum())
-    optimizer._step_scaled(2.0**-110)
+    model.backward((parameter * scale).sum())
+    optimizer._step_scaled(scale)
     torch.testing.assert_close(parameter.detach(), torch.full((300,), -0.5))

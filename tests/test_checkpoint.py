@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -19,6 +21,7 @@ import pytest
 import ranks
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import parallelkit as pk
 from parallelkit.checkpoint import CheckpointError
@@ -84,6 +87,58 @@ def test_any_world_size_reads_what_any_other_wrote_and_goes_on_exactly(tmp_path:
     assert len(list(Path(path, "0").iterdir())) == 2, "current and one version"
 
 
+def load_somewhere(group: pk.Group, path: str) -> str:
+    model = model_of(9)
+    optimizer = optimizer_of(model, state_dtype=torch.float32)
+    pk.checkpoint.load(path, model, optimizer)
+    return everything(model, optimizer)
+
+
+def test_one_rank_reads_what_eight_wrote_and_eight_what_one_wrote(tmp_path: Path) -> None:
+    """More ranks than some parameters have blocks: some own nothing of them."""
+    for writers, readers in ((8, (1, 5)), (1, (8,))):
+        path = str(tmp_path / str(writers))
+        written = run_ranks(resume, writers, path, KINDS[:1], 2)
+        for size in readers:
+            found = run_ranks(load_somewhere, size, f"{path}/0")
+            assert found == [written[0][0]] * size
+
+
+def read_damaged(group: pk.Group, path: str) -> list[str]:
+    """What is said where one file after the other was changed; rank 0 does it."""
+    heard = []
+    for file in sorted(p for p in Path(path).rglob("*") if p.is_file()):
+        content = file.read_bytes()
+        group.barrier()
+        if group.rank == 0:
+            file.write_bytes(content[:-40] + b"!" + content[-39:])
+        group.barrier()
+        model = model_of(9)
+        optimizer = optimizer_of(model)
+        before = everything(model, optimizer)
+        message = ranks.message_of(
+            CheckpointError, lambda m=model, o=optimizer: pk.checkpoint.load(path, m, o)
+        )
+        assert everything(model, optimizer) == before
+        heard.append(f"{file.name}: {message}")
+        group.barrier()
+        if group.rank == 0:
+            file.write_bytes(content)
+    return heard
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_file_of_several_ranks_is_checked_by_as_many_as_read(
+    size: int, tmp_path: Path
+) -> None:
+    run_ranks(resume, 5, str(tmp_path), KINDS[:1], 1)
+    for heard in run_ranks(read_damaged, size, str(tmp_path / "0")):
+        assert len(heard) == 8, "one of each rank, .metadata, manifest.json and current"
+        for line in heard:
+            name, message = line.split(": ", 1)
+            assert name in message, line
+
+
 def reorder(group: pk.Group, path: str) -> list[bool]:
     """Write with one order of memory, read with another; whether state and values are the same."""
     found = []
@@ -144,6 +199,29 @@ def test_damaged_files_are_named_and_nothing_is_loaded(saved: Path) -> None:
     assert pk.checkpoint.load(saved, model_of(2)) == [1, "two"]
 
 
+def test_numbers_and_settings_are_kept_too(tmp_path: Path) -> None:
+    """Steps of each parameter, steps that were skipped, and the options of each group."""
+    model = model_of(1)
+    optimizer = optimizer_of(model, amsgrad=True, maximize=True)
+    train(model, optimizer, range(3))
+    optimizer.zero_grad()
+    next(iter(model.parameters())).grad = torch.full((90, 5), torch.nan)
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        optimizer.step()
+    model[0].weight.grad.fill_(1.0)
+    optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.003
+    pk.checkpoint.save(tmp_path, model, optimizer)
+    other = model_of(2)
+    loaded = optimizer_of(other)
+    pk.checkpoint.load(tmp_path, other, loaded)
+    wanted, found = optimizer.state_dict(), loaded.state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    assert [float(s["step"]) for s in found["state"].values()] == [4.0] + [3.0] * 7
+    assert loaded.skipped_steps == optimizer.skipped_steps == 1
+    assert everything(other, loaded) == everything(model, optimizer)
+
+
 def test_checkpoint_of_another_model_is_refused(saved: Path) -> None:
     other = model_of(2)
     other[3] = nn.Linear(70, 2)
@@ -169,25 +247,83 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
+def make_hashes_fit(path: Path) -> None:
+    """Say that the files are what was saved."""
+    (manifest,) = path.glob("version-*/manifest.json")
+    facts = json.loads(manifest.read_bytes())
+    for name in facts["files"]:
+        content = manifest.with_name(name).read_bytes()
+        facts["files"][name] = [len(content), hashlib.sha256(content).hexdigest()]
+    manifest.write_text(json.dumps(facts))
+    current = json.loads((path / "current").read_bytes())
+    current["sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
+    (path / "current").write_text(json.dumps(current))
+
+
+def as_torch_saves(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def named(module: str, name: str) -> bytes:
+    """A pickle that is this function or class, called without arguments."""
+    return (
+        b"\x80\x04"
+        + f"\x8c{chr(len(module))}{module}".encode("latin-1")
+        + (f"\x8c{chr(len(name))}{name}".encode("latin-1") + b"\x93)R.")
+    )
+
+
+HARMFUL = {
+    "a call": (pickle.dumps(Bomb()), "mkdir"),
+    "one that the module imports": (named("torch.distributed.checkpoint.metadata", "os"), "os"),
+    "one behind a class": (named("torch", "Size.mro"), "torch.Size.mro"),
+    "one behind a function": (
+        named("torch.serialization", "_get_layout.__globals__"),
+        "_get_layout.__globals__",
+    ),
+    "one that unpickles": (named("torch.serialization", "load"), "load"),
+    "torch's own": (named("torch", "load"), "torch.load"),
+    "nothing at all": (b"", ".metadata"),
+    "something else": (pickle.dumps({1: 2}), ".metadata"),
+}
+
+
+@pytest.mark.parametrize("kind", HARMFUL)
 def test_metadata_cannot_run_code(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where the hashes were made to fit."""
-    import hashlib
-
     monkeypatch.chdir(tmp_path)
-    metadata = next(saved.glob("version-*/.metadata"))
-    metadata.write_bytes(pickle.dumps(Bomb()))
-    manifest = metadata.with_name("manifest.json")
-    facts = json.loads(manifest.read_bytes())
-    content = metadata.read_bytes()
-    facts["files"][".metadata"] = [len(content), hashlib.sha256(content).hexdigest()]
-    manifest.write_text(json.dumps(facts))
-    current = json.loads((saved / "current").read_bytes())
-    current["sha256"] = hashlib.sha256(manifest.read_bytes()).hexdigest()
-    (saved / "current").write_text(json.dumps(current))
-    assert "mkdir" in load(saved)
+    content, text = HARMFUL[kind]
+    next(saved.glob("version-*/.metadata")).write_bytes(content)
+    make_hashes_fit(saved)
+    assert text in load(saved)
     assert not Path("exploded").exists()
+
+
+@pytest.mark.parametrize("as_bytes", [False, True], ids=["as a tensor", "as any object"])
+def test_tensors_cannot_run_code(
+    as_bytes: bool, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them is a bomb, and the metadata and the hashes were made to fit."""
+    monkeypatch.chdir(tmp_path)
+    (metadata,) = saved.glob("version-*/.metadata")
+    told = pickle.loads(metadata.read_bytes())
+    content = as_torch_saves(Bomb())
+    for place in told.storage_data.values():
+        place.offset, place.length = 0, len(content)
+    for name in told.state_dict_metadata if as_bytes else ():
+        told.state_dict_metadata[name] = BytesStorageMetadata()
+    metadata.write_bytes(pickle.dumps(told))
+    (data,) = metadata.parent.glob("*.distcp")
+    data.write_bytes(content)
+    make_hashes_fit(saved)
+    assert "it has no model" in load(saved) if as_bytes else "mkdir" in load(saved)
+    assert not Path("exploded").exists()
+    torch.load(data, weights_only=False)
+    assert Path("exploded").exists(), "it is a bomb"
 
 
 def train_and_save_for_ever(path: str, began: Connection) -> None:
@@ -291,6 +427,39 @@ def failing_saves(
                 break
         yield
     assert 0 < last < 99
+
+
+def test_current_is_replaced_when_all_else_is_on_the_disk_and_before_the_old_goes(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut could lose; kills lose nothing that was written."""
+    old = {str(p) for p in saved.glob("version-*")}
+    events: list[tuple[str, str]] = []
+
+    def record(module: Any, name: str, file_of: Any) -> None:
+        right = getattr(module, name)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            events.append((name, file_of(*args)))
+            return right(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    # torch writes .metadata.tmp and renames it.
+    opened = "/proc/self/fd/{}".format
+    record(os, "fsync", lambda file: os.readlink(opened(file)).removesuffix(".tmp"))
+    record(os, "replace", lambda _, to: str(to))
+    record(shutil, "rmtree", lambda path, **_: str(path))
+    model = model_of(1)
+    pk.checkpoint.save(saved, model, optimizer_of(model))
+    (version,) = saved.glob("version-*")
+    replaced = events.index(("replace", str(saved / "current")))
+    synced = {file for name, file in events[:replaced] if name == "fsync"}
+    needed = {*version.iterdir(), version, saved / "current.new"}
+    assert {str(file) for file in needed} <= synced
+    assert ("fsync", str(saved)) in events[replaced:]
+    removed = [i for i, event in enumerate(events) if event[0] == "rmtree"]
+    assert {events[i][1] for i in removed} == old and min(removed) > replaced
 
 
 def test_failure_on_one_rank_is_raised_on_all_and_keeps_the_old(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import ranks
 import torch
@@ -37,6 +39,26 @@ def clip_tensor_parallel(group: pk.Group) -> tuple[float, float, float]:
     optimizer.step()
     assert optimizer.last_grad_norm is not None
     return optimizer.last_grad_norm.item(), -whole.item(), -split.item()
+
+
+def test_what_is_not_finite_on_one_tensor_parallel_rank_is_skipped_on_all() -> None:
+    """Though each is alone in its data parallel group, and its own gradients are finite."""
+    for skipped, values in run_ranks(skip_tensor_parallel, 2):
+        assert skipped == 1
+        assert values == [0.0, 0.0]
+
+
+def skip_tensor_parallel(group: pk.Group) -> tuple[int, list[float]]:
+    alone = pk.Group([torch.distributed.new_group([r]) for r in range(2)][group.rank])
+    whole, split = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    split.tp_group, split.tp_split_dim = group, 0  # type: ignore[attr-defined]
+    model = pk.DataParallel(nn.ParameterList([whole, split]), alone)
+    optimizer = pk.ShardedAdamW([whole, split], data_parallel=model)
+    factor = torch.inf if group.rank == 1 else 1.0
+    model.backward((whole + factor * split).sum())
+    with warnings.catch_warnings(record=True):
+        optimizer.step()
+    return optimizer.skipped_steps, [whole.item(), split.item()]
 
 
 def test_parameters_without_gradient_or_elements_do_not_disturb_the_norm() -> None:

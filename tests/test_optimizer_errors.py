@@ -58,6 +58,33 @@ def disagree(group: pk.Group) -> list[str]:
     return heard
 
 
+def test_every_option_that_differs_is_refused_at_the_step() -> None:
+    for heard in virtual_ranks(differ_in_each_option, 2):
+        assert all("rank 1" in message for message in heard)
+
+
+def differ_in_each_option(group: pk.Group) -> list[str]:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = pk.ShardedAdamW([parameter], group=group)
+    options = optimizer.param_groups[0]
+    parameter.grad = torch.ones(3)
+    heard = []
+    for name, other in (
+        ("lr", 0.5),
+        ("betas", (0.8, 0.999)),
+        ("betas", (0.9, 0.99)),
+        ("eps", 1e-3),
+        ("weight_decay", 0.5),
+        ("maximize", True),
+    ):
+        right = options[name]
+        options[name] = other if group.rank == 1 else right
+        heard.append(ranks.message_of(pk.CollectiveMismatchError, optimizer.step))
+        options[name] = right
+    assert torch.equal(parameter.detach(), torch.ones(3))
+    return heard
+
+
 def test_ranks_that_construct_different_things_hear_what_each_constructs() -> None:
     for message in virtual_ranks(construct_by_rank, 2):
         assert "ShardedAdamW on rank 0; DataParallel on rank 1" in message

@@ -30,6 +30,10 @@ CASES: dict[str, tuple[list[list[tuple[int, float, float]]], bool]] = {
     "nan without weight": ([[(0, 1.0, 1.0)], [(0, NAN, 0.0)]], False),
     "nobody but one": ([[(0, 1.0, 1.0)], []], False),
     "too large once weighted": ([[(0, BIG, 0.25)], [(0, BIG, 0.25)]], True),
+    "too large over a small weight": (
+        [[(0, BIG * 2.0**-39, 1.5 * 2.0**-40)], [(0, BIG * 2.0**-39, 1.5 * 2.0**-40)]],
+        True,
+    ),
     "large": ([[(0, 1e35, 1.0)], [(0, 1.0, 1.0)]], False),
 }
 DTYPES = [
@@ -102,6 +106,21 @@ def test_finite_gradients_whose_mean_is_not_are_skipped_too(scale: float, skippe
         return optimizer.skipped_steps
 
     assert virtual_ranks(step, 2) == [skipped] * 2
+
+
+def test_one_warning_is_said_also_where_state_is_loaded_in_between() -> None:
+    with pytest.warns(RuntimeWarning, match="not finite") as heard:
+        assert virtual_ranks(skip_twice, 1) == [2]
+    assert len(heard) == 1
+
+
+def skip_twice(group: pk.Group) -> int:
+    parameters, model, optimizer = make(group, torch.float32, None)
+    for _ in range(2):
+        add(model, parameters[0], NAN, 1.0)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    return optimizer.skipped_steps
 
 
 @pytest.mark.skipif(cpu is None, reason="plain PyTorch copies gradients without looking")
