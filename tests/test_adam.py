@@ -327,6 +327,21 @@ def test_random_bits_are_uniform_and_independent_of_each_other() -> None:
             assert abs(chi - free) < 6 * (2 * free) ** 0.5, (name, other, chi)
 
 
+def test_every_nan_stays_one_when_rounded() -> None:
+    """A gradient's, in the parameter and both moments, where the step is told not to look."""
+    patterns = torch.arange(0x7F81, 0x8000, dtype=torch.int32)
+    patterns = torch.cat([patterns, patterns - 0x8000]).to(torch.int16)
+    parameter = nn.Parameter(torch.ones(len(patterns), dtype=torch.bfloat16))
+    optimizer = pk.ShardedAdamW(
+        [parameter], state_dtype=torch.bfloat16, master_weights=False, skip_nonfinite=False
+    )
+    parameter.grad = patterns.view(torch.bfloat16)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]):
+        assert bool(tensor.isnan().all())
+
+
 def test_the_largest_square_stays_the_largest_when_rounded() -> None:
     parameter = nn.Parameter(torch.zeros(5000))
     optimizer = pk.ShardedAdamW([parameter], amsgrad=True, state_dtype=torch.bfloat16)

@@ -37,7 +37,11 @@ struct Stretch {
 
   template <class T>
   static typename Two<T>::Packed rounded(const Vectors& x, Bits first, Bits second) {
-    return Two<T>::upper(bf16_bits(x.half[0], first), bf16_bits(x.half[1], second));
+    if constexpr (even_odd) {  // no look for a NaN, as in EvenOdd::pack: adding leaves it one
+      return Two<T>::upper(bit_cast<Bits>(x.half[0]) + first, bit_cast<Bits>(x.half[1]) + second);
+    } else {
+      return Two<T>::upper(bf16_bits(x.half[0], first), bf16_bits(x.half[1], second));
+    }
   }
 
   static void keep(M* moment, const Vectors& x, Bits first, Bits second) {
