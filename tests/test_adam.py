@@ -147,6 +147,7 @@ import sys; sys.path.insert(0, {tests!r})
 import torch, ranks, test_adam
 import parallelkit as pk
 from parallelkit.ops import cpu
+from parallelkit.testing import virtual_ranks
 options = dict(lr=.01, betas=(.9, .99), eps=1e-8, weight_decay=.1, amsgrad=True, maximize=False)
 digests = [cpu.kernels()]
 for dtype in ranks.DTYPES[:4]:
@@ -157,6 +158,27 @@ for dtype in ranks.DTYPES[:4]:
                 start = test_adam.state_of(1, dtype)
                 start += [tuple(t.repeat(5) for t in start[-1])]
                 digests.append(ranks.digest(test_adam.one_step(group, start, 3, options, **more)))
+
+# Two ranks from 4.2 million elements on, and one with masters from 2.1 million on, write parameters
+# past the caches; where they do not begin on a line, they do not.
+for dtype in ranks.DTYPES[:4]:
+    start = test_adam.state_of(1, dtype)
+    large = [*start, tuple(t.repeat(4300) for t in start[-1])]
+    def step(group, state):
+        return test_adam.one_step(group, state, 3, options, master_weights=dtype != torch.bfloat16)
+    alone = ranks.digest(virtual_ranks(lambda g: step(g, start), 2)[0])
+    for after in virtual_ranks(lambda g: step(g, large), 2):
+        assert ranks.digest(after[:-1]) == alone, dtype
+        digests.append(ranks.digest(after))
+found = []
+for offset in (0, 3):
+    parameter = torch.nn.Parameter(torch.ones(2**22 + offset, dtype=torch.bfloat16)[offset:])
+    with pk.Group() as group:
+        optimizer = pk.ShardedAdamW([parameter], group=group)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    found.append(parameter.detach())
+assert torch.equal(*found)
 print(*digests)
 """
 
@@ -177,7 +199,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
             assert used == name
             found[name] = digests
         else:
-            assert "no such path" in ended.stderr, ended.stderr
+            assert "no such path" in ended.stderr, (ended.returncode, ended.stderr)
     assert "portable" in found
     assert ranks.same(list(found.values()))
 
@@ -421,6 +443,21 @@ def test_random_bits_are_uniform_and_independent_of_each_other() -> None:
             chi = float(((table - expected).square() / expected).sum())
             free = cells**2 - 1
             assert abs(chi - free) < 6 * (2 * free) ** 0.5, (name, other, chi)
+
+
+def test_every_nan_stays_one_when_rounded() -> None:
+    """A gradient's, in the parameter and both moments, where the step is told not to look."""
+    patterns = torch.arange(0x7F81, 0x8000, dtype=torch.int32)
+    patterns = torch.cat([patterns, patterns - 0x8000]).to(torch.int16)
+    parameter = nn.Parameter(torch.ones(len(patterns), dtype=torch.bfloat16))
+    optimizer = pk.ShardedAdamW(
+        [parameter], state_dtype=torch.bfloat16, master_weights=False, skip_nonfinite=False
+    )
+    parameter.grad = patterns.view(torch.bfloat16)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    for tensor in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]):
+        assert bool(tensor.isnan().all())
 
 
 def test_the_largest_square_stays_the_largest_when_rounded() -> None:

@@ -23,6 +23,7 @@ struct Stretch {
   M* max_exp_avg_sq;
   P* const* out;
   int outputs;
+  bool stream = false;
 
   static constexpr bool rounds = stochastic || !std::is_same_v<M, A>;
   // Where everything is bf16, and only there, the order of elements in registers is free.
@@ -36,7 +37,11 @@ struct Stretch {
 
   template <class T>
   static typename Two<T>::Packed rounded(const Vectors& x, Bits first, Bits second) {
-    return Two<T>::upper(bf16_bits(x.half[0], first), bf16_bits(x.half[1], second));
+    if constexpr (even_odd) {  // no look for a NaN, as in EvenOdd::pack: adding leaves it one
+      return Two<T>::upper(bit_cast<Bits>(x.half[0]) + first, bit_cast<Bits>(x.half[1]) + second);
+    } else {
+      return Two<T>::upper(bf16_bits(x.half[0], first), bf16_bits(x.half[1], second));
+    }
   }
 
   static void keep(M* moment, const Vectors& x, Bits first, Bits second) {
@@ -45,6 +50,20 @@ struct Stretch {
     } else {
       Two<M>::store(moment, rounded<M>(x, first, second));
     }
+  }
+
+  // What `update` will need soon.
+  [[gnu::always_inline]] void prefetch(std::size_t at, std::size_t count) const {
+    const auto soon = [&](const auto* from) { prefetch_after(from + at, count * lanes); };
+    prefetch_gradients<G>(grad, at, count * lanes);
+    if (master) {
+      soon(master);
+    } else {
+      soon(param);
+    }
+    soon(exp_avg);
+    soon(exp_avg_sq);
+    if (max_exp_avg_sq) soon(max_exp_avg_sq);
   }
 
   // `count` times two vectors of elements from `at` on, all in the block they are at `place` of.
@@ -89,7 +108,12 @@ struct Stretch {
       }
     }
     for (int o = 0; o < outputs; ++o) {
-      for (std::size_t v = 0; v < count; ++v) Two<P>::store(out[o] + at + v * lanes, packed[v]);
+      P* const to = out[o] + at;
+      if (stream && (master || out[o] != param)) {
+        for (std::size_t v = 0; v < count; ++v) Two<P>::stream(to + v * lanes, packed[v]);
+      } else {
+        for (std::size_t v = 0; v < count; ++v) Two<P>::store(to + v * lanes, packed[v]);
+      }
     }
   }
 
@@ -144,7 +168,8 @@ void update_stretch(const AdamJob& job) {
                   static_cast<M*>(job.moments.exp_avg_sq),
                   static_cast<M*>(job.moments.max_exp_avg_sq),
                   reinterpret_cast<P* const*>(job.out),
-                  job.outputs};
+                  job.outputs,
+                  job.stream};
   const auto factors = AdamFactors<typename S::L>::of(job.step, A(0));
   for (std::size_t begin = 0, block = 0; begin < job.count; begin += kMomentBlock, ++block) {
     const std::size_t end = std::min<std::size_t>(begin + kMomentBlock, job.count);
@@ -152,6 +177,7 @@ void update_stretch(const AdamJob& job) {
         S::rounds ? block_key(job.steps, job.parameter, job.block + block) : 0;
     std::size_t at = begin;
     const auto update = [&](std::size_t count) {
+      stretch.prefetch(at, count);
       stretch.template update<amsgrad>(factors, key, at, at - begin, count);
       at += count * S::lanes;
     };
@@ -320,7 +346,7 @@ void adam_of(const AdamJob& job) {
   return blocks ? update_blocks<P, G>(job) : update_typed<P, G>(job);
 }
 
-void adam(const AdamJob& job) {
+void adam_of_dtype(const AdamJob& job) {
   const bool same = job.grad.dtype == job.dtype;
   switch (job.dtype) {
     case Dtype::f64:
@@ -332,6 +358,11 @@ void adam(const AdamJob& job) {
     case Dtype::f16:
       return same ? adam_of<f16, f16>(job) : adam_of<f16, float>(job);
   }
+}
+
+void adam(const AdamJob& job) {
+  adam_of_dtype(job);
+  if (job.stream) end_stream();
 }
 
 }  // namespace

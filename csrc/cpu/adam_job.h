@@ -30,6 +30,7 @@ struct AdamJob {
   std::uint64_t block;  // first / kMomentBlock; a stretch begins on a block
   std::uint64_t steps;  // step count and number of the parameter: the key of random bits
   std::uint32_t parameter;
+  bool stream;  // write `out`, where it is not read here, past the caches; all begin on a line
 };
 
 }  // namespace pk

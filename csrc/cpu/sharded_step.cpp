@@ -5,6 +5,13 @@
 #include "team.h"
 
 namespace pk {
+namespace {
+
+// From here on parameters go past the caches: what a step moves does not stay there until the next
+// forward, and lines of a peer need not come here only to be overwritten.
+constexpr std::uint64_t kStreamBytes = 32 << 20;
+
+}  // namespace
 
 static_assert(kMaxInputs >= kMaxRanks);
 
@@ -98,7 +105,8 @@ Result ShardedStep::measure(Communicator& comm, Header header, int threads,
 }
 
 void ShardedStep::update(const OwnedPiece& piece, std::uint64_t from, std::uint64_t count,
-                         const Verdict& verdict, const Header& header, int rank, int size) {
+                         const Verdict& verdict, const Header& header, int rank, int size,
+                         bool stream) {
   const StepParameter& p = parameters[piece.parameter];
   const StepSetting& setting = settings[p.setting];
   const std::uint64_t first = piece.first + from, block = from / kMomentBlock;
@@ -108,6 +116,7 @@ void ShardedStep::update(const OwnedPiece& piece, std::uint64_t from, std::uint6
   const int outputs = p.param_stride == 0 ? 1 : size;
   for (int r = 0; r < outputs; ++r) {
     out[r] = p.param_stride == 0 ? own : own + (r - rank) * p.param_stride;
+    stream = stream && reinterpret_cast<std::uintptr_t>(out[r]) % kLine == 0;
   }
 
   MomentStorage m = piece.moments;
@@ -124,7 +133,7 @@ void ShardedStep::update(const OwnedPiece& piece, std::uint64_t from, std::uint6
   skip(m.max_exp_avg_sq, m.max_exp_avg_sq_scale);
   float* master = piece.master ? piece.master + from : nullptr;
   kernels().adam({setting.adam, gradient.sum, p.dtype, p.stochastic && !master, own, master, m,
-                  outputs, out, count, first / kMomentBlock, setting.count, piece.number});
+                  outputs, out, count, first / kMomentBlock, setting.count, piece.number, stream});
 
   const std::uint64_t moments = bytes * (m.max_exp_avg_sq ? 3 : 2);
   const std::uint64_t value = master ? sizeof(float) : size_of(p.dtype);
@@ -138,15 +147,17 @@ Result ShardedStep::run(Communicator& comm, Header header, int threads,
                         const Communicator::Interrupted& stop) {
   header.operation = Operation::sharded_step;
   header.placement = shared_->placement();
+  const std::uint64_t bytes = active_elements() * 4 * sizeof(float);
   const auto body = [&](Team& team, Verdict& verdict) {
     if (!open(team, header, verdict) || verdict.outcome != Outcome::done) return;
     each_part(team.thread(), team.threads(),
               [&](const OwnedPiece& piece, std::uint64_t from, std::uint64_t count) {
-                update(piece, from, count, verdict, header, team.rank(), team.size());
+                update(piece, from, count, verdict, header, team.rank(), team.size(),
+                       bytes >= kStreamBytes);
               });
     gate(team);  // parameters are whole, and nobody reads gradients any more
   };
-  return comm.run(active_elements() * 4 * sizeof(float), threads, stop, body);
+  return comm.run(bytes, threads, stop, body);
 }
 
 }  // namespace pk

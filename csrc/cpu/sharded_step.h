@@ -74,7 +74,7 @@ class ShardedStep {
   void each_part(int thread, int threads, Visit visit) const;
   std::uint64_t active_elements() const;
   void update(const OwnedPiece& piece, std::uint64_t from, std::uint64_t count,
-              const Verdict& verdict, const Header& header, int rank, int size);
+              const Verdict& verdict, const Header& header, int rank, int size, bool stream);
 
   std::shared_ptr<TensorList> shared_;
   bool averaged_;

@@ -66,6 +66,22 @@ inline V load_vector(const void* from) {
   return v;
 }
 
+// Past the caches, to a multiple of the vector's size: what is to be overwritten is not read first.
+// `end_stream` comes before anybody is told of it.
+template <class V>
+inline void stream_vector(void* to, V v) {
+  if constexpr (sizeof v == 16) {
+    _mm_stream_si128(static_cast<__m128i*>(to), bit_cast<__m128i>(v));
+  } else if constexpr (sizeof v == 32) {
+    _mm256_stream_si256(static_cast<__m256i*>(to), bit_cast<__m256i>(v));
+  } else {
+#if defined(__AVX512F__)
+    _mm512_stream_si512(static_cast<__m512i*>(to), bit_cast<__m512i>(v));
+#endif
+  }
+}
+inline void end_stream() { _mm_sfence(); }
+
 template <class A>
 struct Arithmetic {
   static constexpr std::size_t lanes = kVectorBytes / sizeof(A);
@@ -129,6 +145,12 @@ struct Lanes<f16, float> : Arithmetic<float> {
 template <class T, class A>
 using Lanes = Scalar<T, A>;
 
+template <class V>
+inline void stream_vector(void* to, V v) {
+  std::memcpy(to, &v, sizeof v);
+}
+inline void end_stream() {}
+
 #endif
 
 // --- two vectors at a time, with the interface of one -------------------------------------------
@@ -163,6 +185,10 @@ struct InOrder : TwoVectors<A> {
     L::store(p, v.half[0]);
     L::store(p + L::lanes, v.half[1]);
   }
+  static void stream(T* p, Packed v) {
+    stream_vector(p, v.half[0]);
+    stream_vector(p + L::lanes, v.half[1]);
+  }
   static typename L::Bits places(int half) { return L::places() + std::uint32_t(half * L::lanes); }
 };
 
@@ -184,6 +210,7 @@ struct EvenOdd : TwoVectors<float> {
   }
   static Packed upper(Packed even, Packed odd) { return (even >> 16) | (odd & 0xffff0000u); }
   static void store(bf16* p, Packed v) { std::memcpy(p, &v, sizeof v); }
+  static void stream(bf16* p, Packed v) { stream_vector(p, v); }
   static Packed places(int half) { return L::places() * 2 + std::uint32_t(half); }
 };
 #else
