@@ -370,8 +370,9 @@ class ShardedAdamW(Optimizer):
             pre_hook(self)
         for member in self.members.values():
             refresh_master(member)
-        # All ranks are here, or are told by this name: what follows has names that nobody called.
-        together(self.group, lambda: None, "ShardedAdamW.state_dict")
+        if any(buffer.size > 1 for buffer in self._buffers):
+            # All ranks are here, or hear of this call: what follows has names nobody called.
+            together(self.group, lambda: None, "ShardedAdamW.state_dict")
         keep = self.group.rank == 0 or not rank0_only
         entries = whole(self._buffers, self.group, keep)
         if not keep:
