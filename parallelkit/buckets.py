@@ -47,6 +47,8 @@ __all__ = ["LINE_BYTES", "Bucket", "GradientBuckets", "Slot", "Spec", "next_refe
 
 LINE_BYTES = 64  # a cache line: every parameter and gradient begins on one
 
+_LARGE = 16 << 20  # bytes of a bucket; measured: to copy past the caches wins from 8 MiB on
+
 
 class Spec(NamedTuple):
     """What places a parameter's gradient; equal on every rank."""
@@ -78,6 +80,7 @@ class Slot:
     view: torch.Tensor
     rounded: torch.Tensor | None  # the mean in the parameter's dtype, where the bucket is wider
     dtype: torch.dtype  # of the parameter
+    large: bool  # the bucket is, so that what is copied here is in no cache when it is read
     used: bool = False
     largest: float = math.inf  # no element of `view` is larger in magnitude, if this is finite
 
@@ -105,12 +108,10 @@ class Slot:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         self.largest = math.inf
-        if not private:
-            self.view.copy_(gradient)
-        elif self.used:
+        if private and self.used:
             self.view.add_(gradient)
         else:
-            self.largest = _copy(self.view, gradient)
+            self.largest = _copy(self.view, gradient, self.large)
         self.used = True
         self.show(None if private else self.view)
 
@@ -156,7 +157,8 @@ class Bucket:
             view = flat.as_strided(spec.shape, spec.stride, offset)
             rounded = None if narrow is None else narrow.as_strided(spec.shape, spec.stride, offset)
             place = number, offset, math.prod(spec.shape)
-            slots.append(Slot(spec.name, parameter, *place, view, rounded, parameter.dtype))
+            large = flat.nbytes >= _LARGE
+            slots.append(Slot(spec.name, parameter, *place, view, rounded, parameter.dtype, large))
         return cls(flat, slots, narrow, PreparedAllReduce(flat, group, "sum"))
 
     def settle(self, private: bool) -> None:
@@ -318,8 +320,12 @@ class GradientBuckets:
             slot.used, slot.largest = False, math.inf
 
 
-def _copy(view: torch.Tensor, gradient: torch.Tensor) -> float:
-    """Copy a gradient to its place; the largest magnitude, infinity where that is not known."""
+def _copy(view: torch.Tensor, gradient: torch.Tensor, stream: bool) -> float:
+    """Copy a gradient to its place; the largest magnitude, infinity where that is not known.
+
+    Args:
+        stream: past the caches: lines that are to be overwritten are not read first.
+    """
     if (
         cpu is None
         or type(gradient) is not torch.Tensor
@@ -337,7 +343,7 @@ def _copy(view: torch.Tensor, gradient: torch.Tensor) -> float:
     threads = torch.get_num_threads()
     addresses = view.data_ptr(), gradient.data_ptr()
     code = DTYPE_CODES[view.dtype]
-    return float(cpu.copy_gradient(*addresses, view.numel(), code, threads))
+    return float(cpu.copy_gradient(*addresses, view.numel(), code, threads, stream))
 
 
 def next_reference(

@@ -13,7 +13,7 @@ namespace pk {
 namespace {
 
 double copy_gradient(std::uintptr_t to, std::uintptr_t from, std::uint64_t count, int dtype,
-                     int threads) {
+                     int threads, bool stream) {
   const std::uint64_t size = size_of(Dtype(dtype));
   threads = useful_threads(count * size, threads);
   std::vector<double> largest(std::size_t(threads), 0.0);
@@ -21,7 +21,7 @@ double copy_gradient(std::uintptr_t to, std::uintptr_t from, std::uint64_t count
     const Range part = share_of({0, count * size}, of, thread);
     largest[std::size_t(thread)] =
         kernels().copy(Dtype(dtype), pointer<std::byte>(from) + part.begin,
-                       pointer<std::byte>(to) + part.begin, part.size() / size);
+                       pointer<std::byte>(to) + part.begin, part.size() / size, stream);
   });
   return *std::max_element(largest.begin(), largest.end());
 }
@@ -79,7 +79,8 @@ void bind_adam(py::module_& module) {
       .def_property_readonly("traffic", [](const ShardedStep& s) {
         return std::pair(s.bytes_read(), s.bytes_written());
       });
-  // Copy `count` elements; the largest magnitude, infinity where something is not finite.
+  // Copy `count` elements, past the caches if asked; the largest magnitude, infinity where
+  // something is not finite.
   module.def("copy_gradient", copy_gradient, py::call_guard<py::gil_scoped_release>());
   module.def("peer_strides", [](const TensorList& list) {
     std::vector<std::ptrdiff_t> strides;

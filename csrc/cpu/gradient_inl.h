@@ -104,32 +104,46 @@ double sum_of_squares(const GradientSum& grad, std::size_t count) {
 // Without their sign, the bits of floating-point numbers order as the numbers do, infinity above
 // those and NaN above infinity. As integers the compiler makes vectors of them.
 template <class T, class Bits>
-double copy_of(const void* from, void* to, std::size_t count) {
+double copy_of(const void* from, void* to, std::size_t count, bool stream) {
   const auto in = static_cast<const std::byte*>(from);
   const auto out = static_cast<std::byte*>(to);
-  constexpr Bits kSign = Bits(Bits(1) << (8 * sizeof(Bits) - 1));
+  constexpr Bits kMagnitude = Bits(~(Bits(1) << (8 * sizeof(Bits) - 1)));
+  std::size_t at = 0;
   Bits most = 0;
-  for (std::size_t i = 0; i < count; ++i) {
+  if (stream) {
+    constexpr std::size_t kLanes = kVectorBytes / sizeof(Bits);
+    VectorOf<Bits, kLanes> largest{};
+    for (; at + kLanes <= count; at += kLanes) {
+      const auto bits = load_vector<VectorOf<Bits, kLanes>>(in + at * sizeof(Bits));
+      stream_vector(out + at * sizeof(Bits), bits);
+      const auto size = bits & kMagnitude;
+      largest = size > largest ? size : largest;
+    }
+    end_stream();
+    for (std::size_t lane = 0; lane < kLanes; ++lane) most = std::max<Bits>(most, largest[lane]);
+  }
+  for (; at < count; ++at) {
     Bits bits;
-    std::memcpy(&bits, in + i * sizeof bits, sizeof bits);
-    std::memcpy(out + i * sizeof bits, &bits, sizeof bits);
-    const Bits size = Bits(bits & ~kSign);
+    std::memcpy(&bits, in + at * sizeof bits, sizeof bits);
+    std::memcpy(out + at * sizeof bits, &bits, sizeof bits);
+    const Bits size = Bits(bits & kMagnitude);
     most = size > most ? size : most;
   }
   const double largest = widen(bit_cast<T>(most));
   return largest == largest ? largest : HUGE_VAL;
 }
 
-double copy(Dtype dtype, const void* from, void* to, std::size_t count) {
+double copy(Dtype dtype, const void* from, void* to, std::size_t count, bool stream) {
+  stream = stream && reinterpret_cast<std::uintptr_t>(to) % kVectorBytes == 0;
   switch (dtype) {
     case Dtype::f64:
-      return copy_of<double, std::uint64_t>(from, to, count);
+      return copy_of<double, std::uint64_t>(from, to, count, stream);
     case Dtype::f32:
-      return copy_of<float, std::uint32_t>(from, to, count);
+      return copy_of<float, std::uint32_t>(from, to, count, stream);
     case Dtype::bf16:
-      return copy_of<bf16, std::uint16_t>(from, to, count);
+      return copy_of<bf16, std::uint16_t>(from, to, count, stream);
     case Dtype::f16:
-      return copy_of<f16, std::uint16_t>(from, to, count);
+      return copy_of<f16, std::uint16_t>(from, to, count, stream);
   }
   return HUGE_VAL;
 }

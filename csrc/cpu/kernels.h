@@ -24,8 +24,8 @@ struct Kernels {
   void (*weighted_sum)(const WeightedSum&);
   void (*adam)(const AdamJob&);
   double (*sum_of_squares)(const GradientSum&, std::size_t count);
-  // Copy, and the largest magnitude: infinity where something is not finite.
-  double (*copy)(Dtype, const void* from, void* to, std::size_t count);
+  // Copy, past the caches if asked, and the largest magnitude: infinity where not all is finite.
+  double (*copy)(Dtype, const void* from, void* to, std::size_t count, bool stream);
 };
 
 extern const Kernels kPortable;

@@ -25,6 +25,14 @@ struct VectorType {
 template <class T, std::size_t n>
 using VectorOf = typename VectorType<T, n>::type;
 
+// At any address.
+template <class V>
+inline V load_vector(const void* from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
 #if defined(__AVX512F__) || defined(__AVX2__)
 
 // What the compiler's vector types lack.
@@ -57,14 +65,6 @@ inline Words upper_words(Integers v) {
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 }
 #endif
-
-// At any address.
-template <class V>
-inline V load_vector(const void* from) {
-  V v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
 
 // Past the caches, to a multiple of the vector's size: what is to be overwritten is not read first.
 // `end_stream` comes before anybody is told of it.
@@ -141,6 +141,8 @@ struct Lanes<f16, float> : Arithmetic<float> {
 };
 
 #else
+
+inline constexpr std::size_t kVectorBytes = 16;
 
 template <class T, class A>
 using Lanes = Scalar<T, A>;
