@@ -98,8 +98,8 @@ def save(
         InvalidTypeError: a path, model or optimizer that is none, a model whose state has something
             other than tensors, or an `extra` that JSON cannot hold. Nothing was written then, nor
             with the next two; every rank raises.
-        InvalidArgumentError: the group's ranks do not hold the whole model, or the optimizer has a
-            parameter that is not in the model.
+        InvalidArgumentError: the group's ranks do not hold the whole model, the optimizer has a
+            parameter that is not in the model, or the model is on the meta device.
         CollectiveMismatchError: ranks name different folders, have different tensors by one name,
             or different optimizers.
         CheckpointError: a rank could not write. What was there before stays.
@@ -187,7 +187,8 @@ def load(
             model's or optimizer's; named. Nothing was loaded then, nor with the next three; every
             rank raises.
         InvalidTypeError: a path, model or optimizer that is none.
-        InvalidArgumentError: the optimizer has a parameter that is not in the model.
+        InvalidArgumentError: the model is on the meta device, or the optimizer has a parameter
+            that is not in the model.
         CollectiveMismatchError: ranks name different checkpoints, or have different optimizers.
     """
     call = "checkpoint.load"

@@ -150,6 +150,11 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
                 f"checkpoint: the model's {name} is a {type(value).__name__}, not a tensor; "
                 "pass it as extra"
             )
+        if value.is_meta:
+            raise InvalidArgumentError(
+                f"checkpoint: the model's {name} is on the meta device, which holds no values; "
+                "call model.to_empty(device=...) first"
+            )
     return dict(state)
 
 

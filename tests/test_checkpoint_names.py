@@ -192,3 +192,26 @@ def test_a_parameter_that_is_not_in_the_model_is_refused_by_name(tmp_path: Path)
         told[0], ("scale", "scale", *["parameter 6 of group 0"] * 2), strict=True
     ):
         assert f"the optimizer's {name}" in text
+
+
+def into_meta(group: pk.Group, path: str) -> list[str]:
+    """Rank 1's model, and then a sharded one, has no values yet."""
+    from torch.distributed.fsdp import fully_shard
+
+    pk.checkpoint.save(path, layers())
+    with torch.device("meta"):
+        empty, sharded = layers(), fully_shard(layers())
+    told = []
+    for model in (empty if group.rank else layers(), sharded):
+        for call in (pk.checkpoint.load, pk.checkpoint.save):
+            told.append(ranks.message_of(ValueError, lambda c=call, m=model: c(path, m)))
+    pk.checkpoint.load(path, sharded.to_empty(device="cpu"))
+    return told
+
+
+def test_a_model_without_values_is_refused_on_every_rank(tmp_path: Path) -> None:
+    told = run_ranks(into_meta, 2, str(tmp_path))
+    assert ranks.same(told)
+    for text in told[0]:
+        assert "model's a.weight is on the meta device" in text
+        assert "model.to_empty(device=...) first" in text
