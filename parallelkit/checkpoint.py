@@ -60,9 +60,9 @@ from .checkpoint_tensors import (
     Reader,
     SavePlanner,
     Stored,
-    check_stored,
     model_tensors,
     state_of,
+    unasked,
 )
 from .errors import ParallelKitError
 from .group import Group
@@ -174,7 +174,8 @@ def load(
     Args:
         path: the folder.
         model: of the same tensors, by name, as the one that was saved; split over tensor-parallel
-            ranks as before, in another way, or not at all. What it does not ask for is not read.
+            ranks as before, in another way, or not at all. The group's ranks may have different
+            parts of it; together they have all that was saved.
         optimizer: of the same parameters in the same groups, in any order within a group. Without
             one its part of the checkpoint is not read.
         group: as for `save`.
@@ -227,7 +228,12 @@ def _read(
     """Read a version into the model's tensors and the optimizer, once all of it is known to fit."""
     reader = Reader(folder)
     room: Room = {}
-    together_at(group, folder, lambda: check_stored(folder, reader, tensors))
+    everybodys = together_at(group, folder, lambda: unasked(folder, reader, tensors))
+    if left := set.intersection(*everybodys):
+        raise CheckpointError(
+            f"{folder}: the model must have all that was saved, but it has no {min(left)}; "
+            "nothing was loaded"
+        )
 
     def make_room() -> None:
         if optimizer is not None:

@@ -42,10 +42,10 @@ __all__ = [
     "Reader",
     "SavePlanner",
     "Stored",
-    "check_stored",
     "model_tensors",
     "owned_parts",
     "state_of",
+    "unasked",
 ]
 
 _MODEL = "model."  # what the names of the model's tensors begin with in the files
@@ -257,8 +257,8 @@ class Reader(FileSystemReader):
         return found
 
 
-def check_stored(folder: Path, reader: Reader, tensors: Mapping[str, Stored]) -> None:
-    """CheckpointError for a tensor of the model that was not saved, or does not fit.
+def unasked(folder: Path, reader: Reader, tensors: Mapping[str, Stored]) -> set[str]:
+    """What was saved of the model and is not asked for; raises for a tensor that does not fit.
 
     Args:
         folder: what is read, for errors.
@@ -275,6 +275,7 @@ def check_stored(folder: Path, reader: Reader, tensors: Mapping[str, Stored]) ->
                 f"{folder}: {name} must have shape {list(value.shape)}, "
                 f"got {list(stored.size)}; nothing was loaded"
             )
+    return {name for name in saved if name.startswith(_MODEL) and name not in tensors}
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
@@ -215,3 +216,30 @@ def test_a_model_without_values_is_refused_on_every_rank(tmp_path: Path) -> None
     for text in told[0]:
         assert "model's a.weight is on the meta device" in text
         assert "model.to_empty(device=...) first" in text
+
+
+def test_a_model_that_lacks_what_was_saved_is_refused(tmp_path: Path) -> None:
+    model, optimizer = plain(NAMES)
+    pk.checkpoint.save(tmp_path, model, optimizer)
+    for smaller, name in ((layers("ac"), "b.bias"), (nn.Module(), "a.bias")):
+        assert f"it has no model.{name}" in refused(tmp_path, smaller, None)
+    assert "it has no model.b.bias" in refused(tmp_path, *plain("ac"))
+    pk.checkpoint.load(tmp_path, model)  # without the optimizer's part
+
+
+def in_parts(group: pk.Group, path: str) -> str:
+    """Each rank has a layer of its own; then rank 1 has rank 0's."""
+    own: dict[str, Any] = {"common": nn.Linear(2, 2), str(group.rank): nn.Linear(2, 2)}
+    pk.checkpoint.save(path, nn.ModuleDict(own))
+    pk.checkpoint.load(path, nn.ModuleDict(own))
+    other = nn.ModuleDict({"common": nn.Linear(2, 2), "0": nn.Linear(2, 2)})
+    before = ranks.digest(other.state_dict().values())
+    text = ranks.message_of(CheckpointError, lambda: pk.checkpoint.load(path, other))
+    assert ranks.digest(other.state_dict().values()) == before
+    return text
+
+
+def test_ranks_with_different_parts_have_all_of_a_model_together(tmp_path: Path) -> None:
+    told = run_ranks(in_parts, 2, str(tmp_path))
+    assert ranks.same(told)
+    assert "it has no model.1.bias" in told[0]
