@@ -5,34 +5,26 @@ crash at any moment leaves the one before whole. A load checks every file before
 anything, and unpickles only the classes of which torch.distributed.checkpoint's metadata consists.
 
 checkpoint_files      the folder: versions, hashes, what counts
+checkpoint_ranks      who takes part, and how they fail together
 checkpoint_tensors    what of each tensor a rank writes and reads
 checkpoint_optimizer  the optimizer's part
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from . import checkpoint_files
-from .arguments import described
 from .checkpoint_files import (
     CheckpointError,
     Facts,
@@ -43,36 +35,41 @@ from .checkpoint_files import (
     publish,
 )
 from .checkpoint_optimizer import (
+    Names,
     Room,
     check_fit,
+    in_words,
+    names_of,
     optimizer_tensors,
     room_for,
     settings,
-    shapes,
     take_over,
 )
-from .checkpoint_tensors import LoadPlanner, Parts, Reader, SavePlanner, Stored, model_tensors
-from .errors import (
-    CollectiveMismatchError,
-    InvalidArgumentError,
-    InvalidTypeError,
-    ParallelKitError,
+from .checkpoint_ranks import (
+    Held,
+    by_torch,
+    check_arguments,
+    check_whole,
+    group_of,
+    held,
+    share_of,
+    together_at,
 )
-from .group import Group, default_group
+from .checkpoint_tensors import (
+    LoadPlanner,
+    Reader,
+    SavePlanner,
+    Stored,
+    model_tensors,
+    state_of,
+    unasked,
+)
+from .errors import ParallelKitError
+from .group import Group
 from .optimizer import ShardedAdamW
 from .together import check_alike, together
 
 __all__ = ["CheckpointError", "exists", "load", "save"]
-
-T = TypeVar("T")
-
-
-class _Held(NamedTuple):
-    """What a rank has of a tensor."""
-
-    whole: str  # dtype and shape
-    numel: int  # of the whole
-    boxes: dict[tuple[int, ...], int]  # elements of each, by where it begins; (): of the whole
 
 
 def save(
@@ -90,7 +87,8 @@ def save(
         model: wrapped or not, fully sharded or not; where `pk.tensor_parallel` has split it, the
             unsplit model is written. Ranks may have different parts of it, by different names; what
             several have by one name is the same on them, and one of them writes it.
-        optimizer: its state is written in float32, each rank what it owns.
+        optimizer: its state is written in float32, each rank what it owns, by the names that the
+            parameters have in the model.
         extra: anything that JSON can hold, such as the number of steps; `load` returns it. That of
             rank 0 is written; the others' is looked at, but need not be the same.
         group: all ranks that hold parts of the model, a Group or one dimension of a DeviceMesh.
@@ -100,48 +98,59 @@ def save(
         InvalidTypeError: a path, model or optimizer that is none, a model whose state has something
             other than tensors, or an `extra` that JSON cannot hold. Nothing was written then, nor
             with the next two; every rank raises.
-        InvalidArgumentError: the group's ranks do not hold the whole model.
+        InvalidArgumentError: the group's ranks do not hold the whole model, the optimizer has a
+            parameter that is not in the model, or the model is on the meta device.
         CollectiveMismatchError: ranks name different folders, have different tensors by one name,
             or different optimizers.
         CheckpointError: a rank could not write. What was there before stays.
     """
     call = "checkpoint.save"
-    group = _group_of(group, model, optimizer)
+    group = group_of(group, model, optimizer)
     tensors: dict[str, Stored] = {}
+    content: dict[str, Any] = {"extra": extra}
 
-    def begin() -> tuple[list[str], dict[str, _Held], str]:
-        root = _checked(call, path, model, optimizer)
-        json.dumps(extra)
-        tensors.update(model_tensors(model))
-        if optimizer is not None:
-            tensors.update(optimizer_tensors(optimizer))
-        held = {name: _held(value) for name, value in tensors.items()}
-        return [f"path {str(root)!r}", _kind(optimizer)], held, new_version(root)
+    def begin() -> tuple[list[str], dict[str, Held], str]:
+        root = check_arguments(call, path, model, optimizer)
+        state = state_of(model)
+        names = names_of(optimizer, state)
+        tensors.update(model_tensors(state) | optimizer_tensors(optimizer, names))
+        content.update(settings(optimizer, names))
+        json.dumps(content)
+        words = [f"path {str(root)!r}", *in_words(optimizer, names)]
+        return words, {name: held(value) for name, value in tensors.items()}, new_version(root)
 
     begun = together(group, begin, call)
-    check_alike(call, [told for told, _, _ in begun])
-    _must_fit([held for _, held, _ in begun])
-    root, version = Path(path), begun[0][2]
+    check_alike(call, [words for words, _, _ in begun])
+    check_whole([parts for _, parts, _ in begun])
+    _write(group, Path(path), begun[0][2], tensors, content)
+
+
+def _write(
+    group: Group, root: Path, version: str, tensors: dict[str, Stored], content: dict[str, Any]
+) -> None:
+    """Write a version and make it the one that counts."""
     folder = root / version
 
-    def write() -> dict[str, Facts]:
+    def write() -> None:
         writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
-        with _torchs_checkpoint():
-            save_tensors(tensors, storage_writer=writer, planner=SavePlanner(), **_ranks_of(group))
-        return {p.name: facts_of(p) for p in _share(group, sorted(folder.iterdir()))}
+        by_torch(group, save_tensors, tensors, storage_writer=writer, planner=SavePlanner())
+
+    def look_up() -> dict[str, Facts]:
+        return {p.name: facts_of(p) for p in share_of(group, sorted(folder.iterdir()))}
 
     def make_current() -> None:
         if group.rank == 0:
             files = {name: facts for part in written for name, facts in part.items()}
-            publish(root, version, {"files": files, "extra": extra, **settings(optimizer)})
+            publish(root, version, {"files": files, **content})
 
     try:
-        written = _together(group, write)
+        together_at(group, root, write)
+        written = together_at(group, root, look_up)
     except ParallelKitError:
         if group.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-    _together(group, make_current)
+    together_at(group, root, make_current)
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
@@ -164,9 +173,11 @@ def load(
 
     Args:
         path: the folder.
-        model, optimizer: of the same parameters, in the same order, as those that were saved; split
-            over tensor-parallel ranks as before, in another way, or not at all. What a model or no
-            optimizer does not ask for is not read.
+        model: of the same tensors, by name, as the one that was saved; split over tensor-parallel
+            ranks as before, in another way, or not at all. The group's ranks may have different
+            parts of it; together they have all that was saved.
+        optimizer: of the same parameters in the same groups, in any order within a group. Without
+            one its part of the checkpoint is not read.
         group: as for `save`.
 
     Returns:
@@ -174,160 +185,69 @@ def load(
 
     Raises:
         CheckpointError: nothing there, a file that is missing, cut off or edited, or another
-            model's; named. Nothing was loaded then, nor with the next two; every rank raises.
+            model's or optimizer's; named. Nothing was loaded then, nor with the next three; every
+            rank raises.
         InvalidTypeError: a path, model or optimizer that is none.
+        InvalidArgumentError: the model is on the meta device, or the optimizer has a parameter
+            that is not in the model.
         CollectiveMismatchError: ranks name different checkpoints, or have different optimizers.
     """
     call = "checkpoint.load"
-    group = _group_of(group, model, optimizer)
+    group = group_of(group, model, optimizer)
+    tensors: dict[str, Stored] = {}
+    names: Names = {}
 
-    def begin() -> tuple[Path, dict[str, Any], str]:
-        folder, manifest = opened(_checked(call, path, model, optimizer))
-        return folder, manifest, _kind(optimizer)
+    def begin() -> tuple[Path, dict[str, Any], list[str]]:
+        folder, manifest = opened(check_arguments(call, path, model, optimizer))
+        state = state_of(model)
+        tensors.update(model_tensors(state))
+        names.update(names_of(optimizer, state))
+        return folder, manifest, in_words(optimizer, names)
 
-    begun = _together(group, begin)
-    check_alike(call, [[f"checkpoint {folder.name}", kind] for folder, _, kind in begun])
+    begun = together_at(group, path, begin)
+    check_alike(call, [[f"checkpoint {folder.name}", *words] for folder, _, words in begun])
     folder, manifest, _ = begun[group.rank]
 
-    def check() -> None:
-        for name in _share(group, sorted(manifest["files"])):
+    def check_files() -> None:
+        for name in share_of(group, sorted(manifest["files"])):
             check_file(folder / name, *manifest["files"][name])
 
-    _together(group, check)
-    reader = Reader(folder)
-    tensors: dict[str, Stored] = {}
-    room: Room = {}
-
-    def fits() -> None:
-        tensors.update(model_tensors(model))
-        if optimizer is not None:
-            check_fit(folder, optimizer, manifest)
-            found, entries = room_for(optimizer, manifest)
-            room.update(found)
-            tensors.update(entries)
-        saved = reader.read_metadata().state_dict_metadata
-        for name, value in tensors.items():
-            stored = saved.get(name)
-            if not isinstance(stored, TensorStorageMetadata):
-                raise CheckpointError(f"{folder}: it has no {name}; nothing was loaded")
-            if stored.size != value.shape:
-                raise CheckpointError(
-                    f"{folder}: {name} must have shape {list(value.shape)}, "
-                    f"got {list(stored.size)}; nothing was loaded"
-                )
-
-    _together(group, fits)
-
-    def read() -> None:
-        with torch.no_grad(), _torchs_checkpoint():
-            load_tensors(tensors, storage_reader=reader, planner=LoadPlanner(), **_ranks_of(group))
-        if optimizer is not None:
-            take_over(optimizer, manifest, room)
-
-    _together(group, read)
+    together_at(group, folder, check_files)
+    _read(group, folder, manifest, tensors, optimizer, names)
     return manifest["extra"]
 
 
-# -- who takes part, and with what -----------------------------------------------------------------
-
-
-def _group_of(
-    group: Group | DeviceMesh | None, model: nn.Module, optimizer: ShardedAdamW | None
-) -> Group:
-    """The ranks; of bad arguments those that good ones most likely have.
-
-    Where the optimizer is every rank's, that is the default group and not the optimizer's own: a
-    rank whose optimizer is none can find the others there.
-    """
-    if group is not None or not isinstance(optimizer, ShardedAdamW):
-        return default_group(group)
-    if dist.is_initialized() and optimizer.group.size == dist.get_world_size():
-        return default_group(None)
-    if not isinstance(model, nn.Module):
-        return optimizer.group
-    size = optimizer.group.size
-    beyond = any(  # other ranks than the optimizer's hold other parts
-        hasattr(p, "tp_split") or (isinstance(p, DTensor) and p.device_mesh.size() > size)
-        for p in model.parameters()
-    )
-    return default_group(None) if beyond else optimizer.group
-
-
-def _checked(call: str, path: object, model: object, optimizer: object) -> Path:
-    """The folder, once all of them are what they should be."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise InvalidTypeError(
-            f"{call}: path must be a str or os.PathLike, got {type(path).__name__}"
+def _read(
+    group: Group,
+    folder: Path,
+    manifest: dict[str, Any],
+    tensors: dict[str, Stored],
+    optimizer: ShardedAdamW | None,
+    names: Names,
+) -> None:
+    """Read a version into the model's tensors and the optimizer, once all of it is known to fit."""
+    reader = Reader(folder)
+    room: Room = {}
+    everybodys = together_at(group, folder, lambda: unasked(folder, reader, tensors))
+    if left := set.intersection(*everybodys):
+        raise CheckpointError(
+            f"{folder}: the model must have all that was saved, but it has no {min(left)}; "
+            "nothing was loaded"
         )
-    if not isinstance(model, nn.Module):
-        raise InvalidTypeError(
-            f"{call}: model must be a torch.nn.Module, got {type(model).__name__}"
-        )
-    if optimizer is not None and not isinstance(optimizer, ShardedAdamW):
-        raise InvalidTypeError(
-            f"{call}: optimizer must be a parallelkit.ShardedAdamW or None, got "
-            f"{type(optimizer).__name__}; another's state_dict() goes through torch.save"
-        )
-    return Path(path)
 
+    def make_room() -> None:
+        if optimizer is not None:
+            check_fit(folder, optimizer, names, manifest)
+            found, entries = room_for(optimizer, names, manifest)
+            room.update(found)
+            tensors.update(entries)
 
-def _kind(optimizer: ShardedAdamW | None) -> str:
-    return "no optimizer" if optimizer is None else f"an optimizer of {shapes(optimizer)}"
+    def read() -> None:
+        by_torch(group, load_tensors, tensors, storage_reader=reader, planner=LoadPlanner())
 
+    def finish() -> None:
+        if optimizer is not None:
+            take_over(optimizer, names, manifest, room)
 
-def _held(value: Stored) -> _Held:
-    if not isinstance(value, Parts):
-        return _Held(described(value), value.numel(), {(): value.numel()})
-    whole = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    boxes = {tuple(offset): box.numel() for offset, box in value.boxes.items()}
-    return _Held(described(whole), value.numel, boxes)
-
-
-def _must_fit(told: list[dict[str, _Held]]) -> None:
-    """Refuse tensors that ranks know by one name and are not one, or not whole on all together."""
-    for name in dict.fromkeys(name for held in told for name in held):
-        having = {rank: held[name] for rank, held in enumerate(told) if name in held}
-        first = min(having)
-        boxes: dict[tuple[int, ...], int] = {}
-        for rank, held in having.items():
-            if held.whole != having[first].whole:
-                raise CollectiveMismatchError(
-                    f"checkpoint.save: {name} is {having[first].whole} on rank {first} and "
-                    f"{held.whole} on rank {rank}; save different models under different paths. "
-                    "Nothing was written"
-                )
-            boxes.update(held.boxes)
-        if having[first].numel not in (boxes.get(()), sum(boxes.values())):
-            raise InvalidArgumentError(
-                f"checkpoint.save: the {len(told)} ranks of the group hold {sum(boxes.values())} "
-                f"of the {having[first].numel} elements of {name}; the group must be of all ranks "
-                "that hold parts of the model. Nothing was written"
-            )
-
-
-def _together(group: Group, work: Callable[[], T]) -> list[T]:
-    return together(group, work, "checkpoint", CheckpointError)
-
-
-def _share(group: Group, files: list[Any]) -> list[Any]:
-    """The files that this rank has to hash."""
-    return files[group.rank :: group.size]
-
-
-def _ranks_of(group: Group) -> dict[str, Any]:
-    if group._process_group is None:
-        if group.size > 1:
-            raise InvalidArgumentError("checkpoint: the ranks must be processes of their own")
-        return {"no_dist": True}
-    return {"process_group": group._process_group}
-
-
-@contextlib.contextmanager
-def _torchs_checkpoint() -> Iterator[None]:
-    """Its exception as an ordinary one, and no warning that a single process is one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        try:
-            yield
-        except CheckpointException as error:  # no Exception
-            raise CheckpointError(f"checkpoint: {error}") from error
+    for work in (make_room, read, finish):
+        together_at(group, folder, work)

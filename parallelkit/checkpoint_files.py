@@ -31,7 +31,7 @@ __all__ = [
 
 Facts = tuple[int, str]  # of a file: size in bytes, SHA-256
 
-_FORMAT = 2
+_FORMAT = 3
 _HASHED_AT_ONCE = 1 << 22
 
 
@@ -40,8 +40,14 @@ class CheckpointError(ParallelKitError, RuntimeError):
 
 
 def new_version(root: Path) -> str:
-    """A name for a version that is about to be written."""
-    root.mkdir(parents=True, exist_ok=True)
+    """A name for a version that is about to be written, in a folder that is there."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{root}: the folder cannot be made: {type(error).__name__}: {error}; "
+            "nothing was written"
+        ) from error
     return f"version-{uuid.uuid4().hex}"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -43,8 +44,11 @@ __all__ = [
     "Stored",
     "model_tensors",
     "owned_parts",
-    "whole_shape",
+    "state_of",
+    "unasked",
 ]
+
+_MODEL = "model."  # what the names of the model's tensors begin with in the files
 
 Box = tuple[tuple[int, ...], torch.Tensor]  # where it begins in the whole, and what it holds
 
@@ -131,27 +135,39 @@ class LoadPlanner(DefaultLoadPlanner):
 # -- boxes -----------------------------------------------------------------------------------------
 
 
-def whole_shape(parameter: torch.Tensor) -> torch.Size:
+def _whole_shape(parameter: torch.Tensor) -> torch.Size:
     """The shape that a parameter has in the unsplit model."""
     split = getattr(parameter, "tp_split", None)
     return parameter.shape if split is None else torch.Size(split.whole_shape(parameter))
 
 
-def model_tensors(model: nn.Module) -> dict[str, Stored]:
-    """The model's state by name, with `Parts` for what is split over tensor-parallel ranks."""
-    found: dict[str, Stored] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state by name, parameters as they are; raises for what cannot be in a file."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise InvalidTypeError(
                 f"checkpoint: the model's {name} is a {type(value).__name__}, not a tensor; "
                 "pass it as extra"
             )
+        if value.is_meta:
+            raise InvalidArgumentError(
+                f"checkpoint: the model's {name} is on the meta device, which holds no values; "
+                "call model.to_empty(device=...) first"
+            )
+    return dict(state)
+
+
+def model_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, Stored]:
+    """The model's state as files have it, with `Parts` for what tensor-parallel ranks share."""
+    found: dict[str, Stored] = {}
+    for name, value in state.items():
         shard = value.detach()
         if getattr(value, "tp_split", None) is None:
-            found[f"model.{name}"] = shard
+            found[_MODEL + name] = shard
         else:
             boxes = list(_in_whole(value, (0,) * value.dim(), shard))
-            found[f"model.{name}"] = Parts(whole_shape(value), boxes, shard)
+            found[_MODEL + name] = Parts(_whole_shape(value), boxes, shard)
     return found
 
 
@@ -180,7 +196,7 @@ def owned_parts(member: Member, owned: torch.Tensor) -> Stored:
         box = owned[at : at + count].view(sizes).permute(back)
         boxes += _in_whole(parameter, tuple(offset[d] for d in back), box)
         at += count
-    return Parts(whole_shape(parameter), boxes, owned)
+    return Parts(_whole_shape(parameter), boxes, owned)
 
 
 def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -241,6 +257,27 @@ class Reader(FileSystemReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def unasked(folder: Path, reader: Reader, tensors: Mapping[str, Stored]) -> set[str]:
+    """What was saved of the model and is not asked for; raises for a tensor that does not fit.
+
+    Args:
+        folder: what is read, for errors.
+        reader: of it.
+        tensors: the model's, by name.
+    """
+    saved = reader.read_metadata().state_dict_metadata
+    for name, value in tensors.items():
+        stored = saved.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(f"{folder}: it has no {name}; nothing was loaded")
+        if stored.size != value.shape:
+            raise CheckpointError(
+                f"{folder}: {name} must have shape {list(value.shape)}, "
+                f"got {list(stored.size)}; nothing was loaded"
+            )
+    return {name for name in saved if name.startswith(_MODEL) and name not in tensors}
 
 
 class _MetadataUnpickler(pickle.Unpickler):

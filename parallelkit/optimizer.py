@@ -20,6 +20,7 @@ from .optimizer_checks import (
     check_options,
     check_parameter,
     hyper_parameters,
+    names_in_errors,
     settings_in_words,
 )
 from .optimizer_gradients import AveragedGradients, Found, Gradients, LocalGradients
@@ -177,13 +178,8 @@ class ShardedAdamW(Optimizer):
 
     def _new(self) -> dict[torch.Tensor, str]:
         """The trainable parameters that have no state yet, with their names."""
-        names = {}
-        for g, group in enumerate(self.param_groups):
-            for i, p in enumerate(group["params"]):
-                known = group.get("param_names")
-                if p.requires_grad and p not in self.members:
-                    names[p] = known[i] if known else f"parameter {i} of group {g} {list(p.shape)}"
-        return names
+        names = names_in_errors(self.param_groups)
+        return {p: n for p, n in names.items() if p.requires_grad and p not in self.members}
 
     def _described(self) -> list[str]:
         """Groups and new parameters in words, the same on all ranks; raises for bad ones."""

@@ -20,6 +20,7 @@ __all__ = [
     "check_options",
     "check_parameter",
     "hyper_parameters",
+    "names_in_errors",
     "settings_in_words",
 ]
 
@@ -93,6 +94,16 @@ def hyper_parameters(call: str, options: Mapping[str, Any]) -> dict[str, float]:
         if not (single or isinstance(value, (float, Real))) or value != value:
             raise InvalidTypeError(f"{call}: {name} must be a number, got {value!r}")
     return {name: float(value) for name, value in named.items()}
+
+
+def names_in_errors(groups: Iterable[Mapping[str, Any]]) -> dict[torch.Tensor, str]:
+    """What errors call the parameters: the names that they were given with, else their places."""
+    found = {}
+    for g, group in enumerate(groups):
+        known = group.get("param_names")
+        for i, p in enumerate(group["params"]):
+            found[p] = known[i] if known else f"parameter {i} of group {g} {list(p.shape)}"
+    return found
 
 
 def settings_in_words(

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from .. import checkpoint
+from ..checkpoint_files import opened
 from ..errors import InvalidArgumentError
 from ..group import Group
 from ..optimizer import ShardedAdamW
@@ -99,8 +100,7 @@ class Checkpoints:
         """
         if not together(self._group, lambda: checkpoint.exists(folder), "--resume")[0]:
             return 0
-        nothing = nn.Module()  # first its notes alone
-        notes = checkpoint.load(folder, nothing, group=self._group)
+        notes = together(self._group, lambda: opened(folder)[1]["extra"], "--resume")[0]
         if not isinstance(notes, dict) or "settings" not in notes:
             raise InvalidArgumentError(
                 f"--resume {folder} must hold a checkpoint of `parallelkit train`, got another's"
