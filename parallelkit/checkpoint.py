@@ -194,6 +194,8 @@ def load(
     """
     call = "checkpoint.load"
     group = group_of(group, model, optimizer)
+    if isinstance(optimizer, ShardedAdamW):
+        optimizer.place_new()  # first: parameters get other memory by it
     tensors: dict[str, Stored] = {}
     names: Names = {}
 

@@ -137,6 +137,13 @@ def check_fit(
                 f"{folder}: the optimizer must have {name} {wanted}, got it {found}; "
                 "nothing was loaded"
             )
+    having = {names[parameter] for parameter in optimizer.members}
+    for name, known in manifest["parameters"].items():
+        if known["step"] and name not in having:
+            raise CheckpointError(
+                f"{folder}: it has state of {name}, which is frozen here; let it train before the "
+                "load. Nothing was loaded"
+            )
     if len(optimizer.param_groups) != len(manifest["groups"]):
         raise CheckpointError(
             f"{folder}: the optimizer must have {len(manifest['groups'])} parameter groups, "

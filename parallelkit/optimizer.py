@@ -196,8 +196,8 @@ class ShardedAdamW(Optimizer):
             *(f"{name} {p.dtype}{list(p.shape)}" for p, name in new.items()),
         ]
 
-    def _place_new(self) -> None:
-        """Those that became trainable since. Collective where there are any."""
+    def place_new(self) -> None:
+        """Give state to parameters that became trainable. Collective where there are any."""
         if any(p.requires_grad for p in self._outside):
             call = "ShardedAdamW: what became trainable"
             check_alike(call, together(self.group, self._described, call))
@@ -267,7 +267,7 @@ class ShardedAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._place_new()
+        self.place_new()
         if self._step is None:
             self._step = self._prepare()
         call, options, found = "ShardedAdamW.step", self._options(), Found()
@@ -393,7 +393,7 @@ class ShardedAdamW(Optimizer):
                 parameters, or a hyper-parameter is none. Nothing was loaded then, nor with this:
             CollectiveMismatchError: ranks were given others' settings or counts of steps.
         """
-        self._place_new()
+        self.place_new()
         given: dict[str, Any] = {}
         found: dict[torch.Tensor, Mapping[str, Any]] = {}
 

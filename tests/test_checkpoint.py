@@ -320,7 +320,7 @@ def test_tensors_cannot_run_code(
     (data,) = metadata.parent.glob("*.distcp")
     data.write_bytes(content)
     make_hashes_fit(saved)
-    assert "it has no model" in load(saved) if as_bytes else "mkdir" in load(saved)
+    assert ("it has no model" if as_bytes else "Weights only load failed") in load(saved)
     assert not Path("exploded").exists()
     torch.load(data, weights_only=False)
     assert Path("exploded").exists(), "it is a bomb"

@@ -243,3 +243,40 @@ def test_ranks_with_different_parts_have_all_of_a_model_together(tmp_path: Path)
     told = run_ranks(in_parts, 2, str(tmp_path))
     assert ranks.same(told)
     assert "it has no model.1.bias" in told[0]
+
+
+def thaw_and_resume(group: pk.Group, path: str) -> list[str]:
+    """Save what began frozen and trains since; load into one that thaws, and one that does not."""
+
+    def half_frozen() -> tuple[nn.Module, pk.ShardedAdamW]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(5, 70), nn.Linear(70, 2))
+        model[0].requires_grad_(False)
+        return model, pk.ShardedAdamW(model.parameters(), lr=0.1)
+
+    def step(model: nn.Module, optimizer: pk.ShardedAdamW, seed: int) -> None:
+        optimizer.zero_grad()
+        model(ranks.random(seed, 0, (6, 5), torch.float32)).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = half_frozen()
+    step(model, optimizer, 0)
+    model.requires_grad_(True)
+    step(model, optimizer, 1)
+    pk.checkpoint.save(path, model, optimizer)
+    step(model, optimizer, 2)
+    other, resumed = half_frozen()
+    refusal = ranks.message_of(
+        pk.checkpoint.CheckpointError, lambda: pk.checkpoint.load(path, other, resumed)
+    )
+    assert "it has state of 0.weight, which is frozen here" in refusal
+    other.requires_grad_(True)
+    pk.checkpoint.load(path, other, resumed)
+    step(other, resumed, 2)
+    return [ranks.digest(list(m.parameters())) for m in (model, other)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_thawed_before_the_load_is_loaded_too(tmp_path: Path, size: int) -> None:
+    found = run_ranks(thaw_and_resume, size, str(tmp_path))
+    assert ranks.same([digest for told in found for digest in told])
