@@ -20,6 +20,7 @@ from .optimizer_checks import (
     check_options,
     check_parameter,
     hyper_parameters,
+    placed_in_words,
     settings_in_words,
 )
 from .optimizer_gradients import AveragedGradients, Found, Gradients, LocalGradients
@@ -72,7 +73,8 @@ class ShardedAdamW(Optimizer):
             need of it, which `max_grad_norm=math.inf` gives it.
 
     Raises:
-        InvalidArgumentError, InvalidTypeError: a bad option or parameter.
+        InvalidArgumentError, InvalidTypeError: a bad option or parameter, or a group without all
+            shards of a DTensor.
         CollectiveMismatchError: ranks differ in parameters, options, or in who has a gradient.
 
     Source: Loshchilov and Hutter 2019 (AdamW); Rajbhandari et al. 2020 (ZeRO).
@@ -139,12 +141,12 @@ class ShardedAdamW(Optimizer):
 
         try:
             check_alike("ShardedAdamW", together(self.group, prepare, "ShardedAdamW"))
+            self._kept = StateFormat(STATE_DTYPES[state_dtype], master_weights is not False)
+            self._constructed = True
+            self._place_parameters()
         except ParallelKitError:
             self._gradients.give_back()
             raise
-        self._kept = StateFormat(STATE_DTYPES[state_dtype], master_weights is not False)
-        self._constructed = True
-        self._place_parameters()
 
     # -- where parameters lie ------------------------------------------------------------------
 
@@ -162,10 +164,10 @@ class ShardedAdamW(Optimizer):
         try:
             call = "ShardedAdamW.add_param_group"
             check_alike(call, together(self.group, add, call))
+            self._place_parameters()
         except ParallelKitError:
             del self.param_groups[before:]
             raise
-        self._place_parameters()
 
     def _group_of(self) -> dict[torch.Tensor, dict[str, Any]]:
         return {p: group for group in self.param_groups for p in group["params"]}
@@ -192,7 +194,7 @@ class ShardedAdamW(Optimizer):
         return [
             f"groups of {counts} parameters",
             *(f"amsgrad={group['amsgrad']}" for group in self.param_groups),
-            *(f"{name} {p.dtype}{list(p.shape)}" for p, name in new.items()),
+            *(f"{name} {p.dtype}{list(p.shape)}{placed_in_words(p)}" for p, name in new.items()),
         ]
 
     def _place_new(self) -> None:

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .data_parallel import DataParallel
 from .errors import InvalidArgumentError, InvalidTypeError
@@ -20,6 +21,7 @@ __all__ = [
     "check_options",
     "check_parameter",
     "hyper_parameters",
+    "placed_in_words",
     "settings_in_words",
 ]
 
@@ -96,6 +98,13 @@ def settings_in_words(call: str, groups: Iterable[Mapping[str, Any]]) -> list[st
         for g, group in enumerate(groups)
         for name, value in hyper_parameters(call, group).items()
     ]
+
+
+def placed_in_words(p: torch.Tensor) -> str:
+    """How a DTensor is split, which all ranks have in common; nothing of any other."""
+    if not isinstance(p, DTensor):
+        return ""
+    return f" {list(p.placements)} over a mesh of {list(p.device_mesh.shape)}"
 
 
 def check_parameter(name: str, p: torch.Tensor, group: Group) -> None:

@@ -8,7 +8,7 @@ rank's *piece* of a parameter is what its range covers of it, at most one. Cuts 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,17 @@ from torch.distributed.tensor import DTensor
 from .adamw import BLOCK
 from .buckets import LINE_BYTES, Bucket, GradientBuckets, Spec
 from .group import Group
+from .optimizer_norm import InNorm, Part, parts_of
 
-__all__ = ["Buffer", "Member", "in_memory_order", "local_of", "place", "place_like_gradients"]
+__all__ = [
+    "Buffer",
+    "Member",
+    "in_memory_order",
+    "local_of",
+    "others_of",
+    "place",
+    "place_like_gradients",
+]
 
 _BUFFER_BYTES = 64 << 20  # no buffer is larger, unless one parameter is
 
@@ -39,6 +48,7 @@ class Member:
     version: int = -1  # of the parameter, after the optimizer's last write
     dtype: torch.dtype | None = None  # of the parameter, when it was placed
     address: int | None = None  # of its memory, where peers write to it
+    part: Part = Part(InNorm.WHOLE, None)
 
     @property
     def local(self) -> torch.Tensor:
@@ -50,11 +60,6 @@ class Member:
         """Whether it is no more what was placed, for example after `.to(...)`."""
         p = self.parameter
         return p.dtype != self.dtype or self.address not in (None, p.data_ptr())
-
-    @property
-    def split(self) -> bool:
-        """Whether other tensor-parallel ranks hold other parts of it."""
-        return getattr(self.parameter, "tp_group", None) is not None
 
     def owned(self, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank owns of the parameter or of a tensor laid out like it, [n]."""
@@ -115,6 +120,11 @@ class Buffer:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def others_of(members: Iterable[Member]) -> Group | None:
+    """The ranks outside the group that have other parts of some of them."""
+    return next((m.part.others for m in members if m.part.others is not None), None)
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,6 +188,10 @@ def place_like_gradients(
 
 
 def _finish(buffers: Sequence[Buffer], group: Group, share: bool) -> None:
+    members = [member for buffer in buffers for member in buffer.members]
+    parts = parts_of({member.parameter: member.name for member in members}, group)
+    for member, part in zip(members, parts, strict=True):
+        member.part = part
     for buffer in buffers:
         for member in buffer.members:
             p = member.parameter

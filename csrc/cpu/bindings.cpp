@@ -208,5 +208,5 @@ PYBIND11_MODULE(_cpu, module) {
 
   module.def("kernels", [] { return std::string(kernels().name); });
   module.attr("max_ranks") = kMaxRanks;
-  module.attr("interface") = 3;  // parallelkit/ops.py wants the same number
+  module.attr("interface") = 4;  // parallelkit/ops.py wants the same number
 }
