@@ -45,6 +45,14 @@ enum class Moments : std::uint8_t {
   int8,  // blocks of kMomentBlock elements of one parameter share a scale
 };
 
+// How the squares of a parameter's gradient count in the norm; parallelkit/optimizer_norm.py has
+// the same numbers and says more.
+enum class InNorm : std::uint8_t {
+  whole,      // the ranks of this group have all of it
+  split,      // ranks outside this group have other parts: counted apart
+  elsewhere,  // another rank of this group counts the same elements
+};
+
 // Also the unit in which parameters are cut into shards, so that no cut divides a block and every
 // world size computes the same numbers.
 inline constexpr std::uint64_t kMomentBlock = 256;

@@ -141,14 +141,14 @@ class ShardedStep:
                 come to the same factor, else, and for float16, as without. Has never run yet.
         """
     def add_parameter(
-        self, dtype: int, stochastic: bool, split: bool, shared_param: bool, shared_grad: bool
+        self, dtype: int, stochastic: bool, in_norm: int, shared_param: bool, shared_grad: bool
     ) -> None:
         """The next parameter.
 
         Args:
             dtype: of the parameter.
             stochastic: without a master, bfloat16: round stochastically.
-            split: ranks outside this group hold other parts of it; counted apart in the norm.
+            in_norm: how its squares count in the norm, a number of `optimizer_norm.InNorm`.
             shared_param, shared_grad: it, and its gradient, lie in a segment, and are written to
                 and read from every rank.
         """
@@ -285,8 +285,8 @@ class Communicator:
     ) -> None:
         """Sums of squares of the whole mean gradient, of all ranks' shards, to every rank.
 
-        `squares_at`: float64 [2]: of parameters that are not split, and of those that are. Equal to
-        the bit on every rank.
+        `squares_at`: float64 [2]: of parameters that are whole, and of those that are split. Equal
+        to the bit on every rank.
         """
     def sharded_step(
         self,

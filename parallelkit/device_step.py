@@ -16,7 +16,7 @@ import torch
 from .collectives import weighted_all_reduce_
 from .group import Group
 from .ops import DTYPE_CODES
-from .optimizer_layout import Buffer, Member
+from .optimizer_layout import Buffer, Member, others_of
 from .optimizer_step import note_write
 from .sharded_step import add_member, checked
 from .transport import REDUCTIONS, Call
@@ -87,9 +87,9 @@ class DeviceStep:
             squares = torch.empty(2, dtype=torch.float64, device=device)
             reply = self._transport.gradient_norm(self._native, call, squares)
             checked(self._group, reply, weight)
-            split: Any = next((m.parameter for m in self._members if m.split), None)
-            if split is not None:  # what is whole on all of those ranks counts once
-                weighted_all_reduce_(squares[1:], 1.0, split.tp_group, reduction="total")
+            others = others_of(self._members)
+            if others is not None:  # what is whole on all of those ranks counts once
+                weighted_all_reduce_(squares[1:], 1.0, others, reduction="total")
         report = torch.empty(3, dtype=torch.float64, device=device)
         reply = self._transport.sharded_step(
             self._native, call, squares, max_norm or 0.0, skip_nonfinite, report

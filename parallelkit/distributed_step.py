@@ -11,6 +11,7 @@ from .adamw import MOMENTS, decode, encode, round_stochastically, update_
 from .group import Group
 from .ops import cpu, wide_dtype
 from .optimizer_layout import Buffer, Member, in_memory_order
+from .optimizer_norm import InNorm
 from .sharded_step import NativeStep, Squares, Step, Work, checked
 from .transport import REDUCTIONS, Call
 from .transport.choose import usable_cores
@@ -157,8 +158,9 @@ class TorchStep:
     def measure(self) -> Squares:
         sums = [0.0, 0.0]
         for member in self._work:
-            gradient = self._gradient(member, self._scale)
-            sums[member.split] += float(gradient.double().square().sum())
+            if member.part.in_norm != InNorm.ELSEWHERE:
+                gradient = self._gradient(member, self._scale)
+                sums[member.part.in_norm] += float(gradient.double().square().sum())
         return Squares(*sums)
 
     def run(self, clip: float) -> None:

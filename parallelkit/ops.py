@@ -18,7 +18,7 @@ import torch
 __all__ = ["DTYPE_CODES", "cpu", "load_cuda", "wide_dtype"]
 
 # The versions of the calls between Python and C++; their bindings have the same numbers.
-_INTERFACES = {"parallelkit._cpu": 4, "parallelkit._cuda": 2}
+_INTERFACES = {"parallelkit._cpu": 4, "parallelkit._cuda": 3}
 
 
 def _load(name: str) -> tuple[Any | None, str]:

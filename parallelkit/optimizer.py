@@ -21,6 +21,7 @@ from .optimizer_checks import (
     check_parameter,
     hyper_parameters,
     names_in_errors,
+    placed_in_words,
     settings_in_words,
 )
 from .optimizer_gradients import AveragedGradients, Found, Gradients, LocalGradients
@@ -72,7 +73,8 @@ class ShardedAdamW(Optimizer):
             need of it, which `max_grad_norm=math.inf` gives it.
 
     Raises:
-        InvalidArgumentError, InvalidTypeError: a bad option or parameter.
+        InvalidArgumentError, InvalidTypeError: a bad option or parameter, or a group without all
+            shards of a DTensor.
         CollectiveMismatchError: ranks differ in parameters, options, or in who has a gradient.
 
     Source: Loshchilov and Hutter 2019 (AdamW); Rajbhandari et al. 2020 (ZeRO).
@@ -193,7 +195,7 @@ class ShardedAdamW(Optimizer):
         return [
             f"groups of {counts} parameters",
             *(f"amsgrad={group['amsgrad']}" for group in self.param_groups),
-            *(f"{name} {p.dtype}{list(p.shape)}" for p, name in new.items()),
+            *(f"{name} {p.dtype}{list(p.shape)}{placed_in_words(p)}" for p, name in new.items()),
         ]
 
     def place_new(self) -> None:

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from .data_parallel import DataParallel
 from .errors import InvalidArgumentError, InvalidTypeError
@@ -21,6 +22,7 @@ __all__ = [
     "check_parameter",
     "hyper_parameters",
     "names_in_errors",
+    "placed_in_words",
     "settings_in_words",
 ]
 
@@ -115,6 +117,13 @@ def settings_in_words(
         named = hyper_parameters(call, group)
         found += [f"{name}={value} in group {g}" for name, value in named.items()]
     return found
+
+
+def placed_in_words(p: torch.Tensor) -> str:
+    """How a DTensor is split, which all ranks have in common; nothing of any other."""
+    if not isinstance(p, DTensor):
+        return ""
+    return f" {list(p.placements)} over a mesh of {list(p.device_mesh.shape)}"
 
 
 def check_parameter(name: str, p: torch.Tensor, group: Group) -> None:

@@ -8,7 +8,7 @@ rank's *piece* of a parameter is what its range covers of it, at most one. Cuts 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +20,17 @@ from .adamw import BLOCK
 from .buckets import LINE_BYTES, Bucket, GradientBuckets, Spec
 from .errors import UsageError
 from .group import Group
+from .optimizer_norm import InNorm, Part, parts_of
 
-__all__ = ["Buffer", "Member", "in_memory_order", "local_of", "place", "place_like_gradients"]
+__all__ = [
+    "Buffer",
+    "Member",
+    "in_memory_order",
+    "local_of",
+    "others_of",
+    "place",
+    "place_like_gradients",
+]
 
 _BUFFER_BYTES = 64 << 20  # no buffer is larger, unless one parameter is
 
@@ -41,6 +50,7 @@ class Member:
     dtype: torch.dtype | None = None  # of the parameter, when it was placed
     order: tuple[int, ...] = ()  # of its memory, then
     home: torch.Tensor | None = None  # its memory, where peers write to it
+    part: Part = Part(InNorm.WHOLE, None)
 
     def __post_init__(self) -> None:
         self.state = {}
@@ -86,11 +96,6 @@ class Member:
             and state.keys() == self.state.keys()
             and all(state[name] is entry for name, entry in self.state.items())
         )
-
-    @property
-    def split(self) -> bool:
-        """Whether other tensor-parallel ranks hold other parts of it."""
-        return getattr(self.parameter, "tp_group", None) is not None
 
     def owned(self, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank owns of the parameter or of a tensor laid out like it, [n]."""
@@ -159,6 +164,11 @@ def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for size, stride in pairs if size > 1 and tensor.numel() > 0)
 
 
+def others_of(members: Iterable[Member]) -> Group | None:
+    """The ranks outside the group that have other parts of some of them."""
+    return next((m.part.others for m in members if m.part.others is not None), None)
+
+
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor in the order of memory, [n]."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
@@ -220,6 +230,10 @@ def place_like_gradients(
 
 
 def _finish(buffers: Sequence[Buffer], group: Group, share: bool) -> None:
+    members = [member for buffer in buffers for member in buffer.members]
+    parts = parts_of({member.parameter: member.name for member in members}, group)
+    for member, part in zip(members, parts, strict=True):
+        member.part = part
     for buffer in buffers:
         for member in buffer.members:
             p = member.parameter

@@ -12,7 +12,7 @@ import torch
 from .errors import CollectiveMismatchError, UsageError
 from .group import Group
 from .optimizer_checks import check_max_norm, hyper_parameters
-from .optimizer_layout import Member
+from .optimizer_layout import Member, others_of
 from .sharded_step import Squares, Work
 
 __all__ = [
@@ -110,23 +110,23 @@ def agree(heard: Sequence[Notice], members: Sequence[Member], averaged: bool) ->
     moving = [member for member, moves in zip(members, some, strict=False) if moves]
     weight = sum(notice.weight for notice in heard)
     largest = sum(notice.largest for notice in heard if notice.weight > 0)
-    # Those of other tensor-parallel ranks count too, and have not been heard.
-    finite = largest < _SURELY_FINITE * weight and not any(member.split for member in members)
+    # Those of ranks outside the group count too, and have not been heard.
+    finite = largest < _SURELY_FINITE * weight and others_of(members) is None
     return Agreed(moving, weight, finite, quiet=any(notice.scaled for notice in heard))
 
 
 def global_norm(mine: Squares, group: Group, members: Iterable[Member]) -> float:
-    """Of the whole gradient: over the shards of this group and of the tensor-parallel one.
+    """Of the whole gradient: over the ranks of this group and those that have other parts.
 
     Collective over both.
     """
     heard = group._gather_objects(tuple(mine))
     squares = Squares(*(math.fsum(part) for part in zip(*heard, strict=True)))
-    split: Any = next((m.parameter for m in members if m.split), None)
-    if split is None:
+    others = others_of(members)
+    if others is None:
         return math.sqrt(squares.whole)
-    # Whole parameters are equal on all tensor-parallel ranks, and count once.
-    everywhere = [Squares(*s) for s in split.tp_group._gather_objects(tuple(squares))]
+    # Whole parameters are equal on all of those, and count once.
+    everywhere = [Squares(*s) for s in others._gather_objects(tuple(squares))]
     return math.sqrt(everywhere[0].whole + math.fsum(s.split for s in everywhere))
 
 

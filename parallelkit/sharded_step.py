@@ -34,9 +34,7 @@ Work = Mapping[Member, tuple[torch.Tensor, Setting]]
 
 
 class Squares(NamedTuple):
-    """Sums of squares: of parameters that are whole on each rank of a tensor-parallel group, and of
-    those of which each rank there holds a part.
-    """
+    """Sums of squares, by the first two of `optimizer_norm.InNorm`."""
 
     whole: float
     split: float
@@ -141,7 +139,7 @@ def add_member(native: Any, index: int, member: Member, shared: tuple[int, int])
     dtype, state = member.parameter.dtype, member.state
     master = state.get("master_param")
     stochastic = master is None and dtype == torch.bfloat16
-    native.add_parameter(DTYPE_CODES[dtype], stochastic, member.split, *shared)
+    native.add_parameter(DTYPE_CODES[dtype], stochastic, member.part.in_norm, *shared)
     count = member.stop - member.start
     if count:
         kind = _KINDS.get(state["exp_avg"].dtype, 0)

@@ -20,6 +20,7 @@ import torch
 import parallelkit as pk
 from parallelkit.adamw import Setting, update_
 from parallelkit.ops import DTYPE_CODES, cpu
+from parallelkit.optimizer_norm import InNorm
 from parallelkit.testing import _Shared, virtual_ranks
 from parallelkit.transport import Call, cuda_peer
 from parallelkit.transport.cuda_peer import CudaPeer
@@ -364,9 +365,9 @@ class FakeCommunicator:
         opened = self._open("gradient_norm", None, call, stream)
         sums = [0.0, 0.0]
         for piece in step.pieces:
-            if step.rows[piece[0]][0]:
-                split = step.parameters[piece[0]][2]
-                sums[split] += float(self._gradient(step, piece, opened).square().sum())
+            in_norm = step.parameters[piece[0]][2]
+            if step.rows[piece[0]][0] and in_norm != InNorm.ELSEWHERE:
+                sums[in_norm] += float(self._gradient(step, piece, opened).square().sum())
         heard = self._meet(sums)
         at(squares_at, 16, torch.float64).copy_(torch.tensor(heard, dtype=torch.float64).sum(0))
 

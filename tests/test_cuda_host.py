@@ -24,6 +24,7 @@ from test_cuda_gpu_step import trained
 
 import parallelkit as pk
 from parallelkit.ops import DTYPE_CODES
+from parallelkit.optimizer_norm import InNorm
 from parallelkit.testing import virtual_ranks
 from parallelkit.transport import Call
 
@@ -323,7 +324,13 @@ def gradient(rank: int, index: int, step: int) -> torch.Tensor:
     return torch.randn(SIZES[index], generator=generator)
 
 
-def train(rank: Rank, dtypes: tuple[torch.dtype, ...], max_norm: float, steps: int) -> Any:
+def train(
+    rank: Rank,
+    dtypes: tuple[torch.dtype, ...],
+    max_norm: float,
+    steps: int,
+    in_norm: tuple[InNorm, ...],
+) -> Any:
     """Steps of ShardedStep over parameters of which each rank owns whole blocks."""
     step = rank.cuda.ShardedStep(rank.comm, False)
     params, grads, state = [], [], []
@@ -331,7 +338,7 @@ def train(rank: Rank, dtypes: tuple[torch.dtype, ...], max_norm: float, steps: i
     for index, (numel, dtype) in enumerate(zip(SIZES, dtypes, strict=True)):
         params.append(rank.empty(numel, dtype).copy_(torch.linspace(-1, 1, numel)))
         grads.append(rank.empty(numel, torch.float32))
-        step.add_parameter(DTYPE_CODES[dtype], False, index == 1, True, True)
+        step.add_parameter(DTYPE_CODES[dtype], False, in_norm[index], True, True)
         blocks = -(-numel // 256)
         each = -(-blocks // rank.size) * 256
         start, stop = min(numel, rank.rank * each), min(numel, (rank.rank + 1) * each)
@@ -381,12 +388,13 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 @pytest.mark.parametrize("dtypes", [(F32, F32, F32), (BF16, F32, BF16)], ids=["one", "two kinds"])
 @pytest.mark.parametrize("max_norm", [0.0, 5.0])
+@pytest.mark.parametrize("first", [InNorm.WHOLE, InNorm.ELSEWHERE])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_step_is_adamw_on_the_mean_gradient(
-    cuda: ModuleType, size: int, max_norm: float, dtypes: tuple[torch.dtype, ...]
+    cuda: ModuleType, size: int, max_norm: float, dtypes: tuple[torch.dtype, ...], first: InNorm
 ) -> None:
-    steps = 3
-    results = run(cuda, size, lambda rank: train(rank, dtypes, max_norm, steps))
+    steps, in_norm = 3, (first, InNorm.SPLIT, InNorm.WHOLE)
+    results = run(cuda, size, lambda rank: train(rank, dtypes, max_norm, steps, in_norm))
 
     total = sum(r + 1.0 for r in range(size))
     starts = [torch.linspace(-1, 1, n).to(d) for n, d in zip(SIZES, dtypes, strict=True)]
@@ -397,9 +405,11 @@ def test_the_step_is_adamw_on_the_mean_gradient(
         for index, p in enumerate(wanted):
             shares = ((r + 1.0) * gradient(r, index, number).double() for r in range(size))
             p.grad = sum(shares) / total
-        norms.append(torch.nn.utils.get_total_norm([p.grad for p in wanted]).item())
+        counted = [p.grad for p, at in zip(wanted, in_norm, strict=True) if at != InNorm.ELSEWHERE]
+        norms.append(torch.nn.utils.get_total_norm(counted).item())
         if max_norm:
-            torch.nn.utils.clip_grad_norm_(wanted, max_norm)
+            norm = torch.tensor(norms[-1])
+            torch.nn.utils.clip_grads_with_norm_(wanted, max_norm, norm)
         optimizer.step()
 
     for params, counts, reports in results:

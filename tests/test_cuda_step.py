@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from types import SimpleNamespace
 
 import fake_gpus
 import pytest
@@ -235,6 +236,19 @@ def test_a_step_waits_for_no_gpu(runtime, monkeypatch):
         return asked, bool(counts.eq(2).all())
 
     assert fake_gpus.peers(runtime, rank, 1) == [([], True)]
+
+
+def test_what_another_rank_counts_is_left_out_of_the_norm(runtime):
+    def rank(group):
+        counted, copied = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+        copied.tp_split = SimpleNamespace(group=group)  # a part that a neighbour has too
+        parameters = [counted, copied]
+        optimizer = pk.ShardedAdamW(parameters, group=group, max_grad_norm=math.inf)
+        counted.grad, copied.grad = torch.full((3,), 2.0), torch.full((3,), 5.0)
+        optimizer.step()
+        return optimizer.last_grad_norm.item(), bool((copied < 0).all())
+
+    assert fake_gpus.peers(runtime, rank, 2) == [(pytest.approx(12**0.5), True)] * 2
 
 
 @pytest.mark.parametrize("asked", ["1", "0", None])

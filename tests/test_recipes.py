@@ -74,6 +74,31 @@ def test_a_plain_loop_with_uneven_micro_batches_and_steps():
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def fully_sharded(group, replicas):
+    parts = [x for x, _ in items([3, 1, 4, 2, 5, 2, 1, 3])]
+    model = recipe("FSDP2")["train"](mlp(), parts[group.rank :: group.size], mean_loss, replicas)
+
+    def clipped(parameters):
+        parameters = list(parameters)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+
+        def clip(*_):
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+        optimizer.register_step_pre_hook(clip)
+        return optimizer
+
+    steps = [torch.cat(parts[at : at + group.size]) for at in range(0, len(parts), group.size)]
+    state = {name: p.full_tensor() for name, p in model.state_dict().items()}
+    return state, one_process(mlp(), steps, clipped)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_fsdp2_with_batches_of_different_sizes(replicas):
+    for found, expected in run_ranks(fully_sharded, 2 * replicas, replicas):
+        torch.testing.assert_close(found, dict(expected), rtol=1e-4, atol=1e-5)
+
+
 def documents():
     """Token ids of different lengths."""
     generator = torch.Generator().manual_seed(0)

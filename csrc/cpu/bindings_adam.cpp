@@ -32,12 +32,12 @@ void bind_adam(py::module_& module) {
   py::class_<ShardedStep, std::shared_ptr<ShardedStep>>(module, "ShardedStep")
       .def(py::init<std::shared_ptr<TensorList>, bool>(), py::arg("shared"), py::arg("averaged"))
       .def("add_parameter",
-           [](ShardedStep& self, int dtype, bool stochastic, bool split,
+           [](ShardedStep& self, int dtype, bool stochastic, int in_norm,
               std::ptrdiff_t param_stride, std::ptrdiff_t grad_stride) {
              StepParameter p{};
              p.dtype = Dtype(dtype);
              p.stochastic = stochastic;
-             p.split = split;
+             p.in_norm = InNorm(in_norm);
              p.param_stride = param_stride;
              p.grad_stride = grad_stride;
              self.parameters.push_back(p);

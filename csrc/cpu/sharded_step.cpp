@@ -87,9 +87,10 @@ Result ShardedStep::measure(Communicator& comm, Header header, int threads,
     each_part(team.thread(), team.threads(),
               [&](const OwnedPiece& piece, std::uint64_t from, std::uint64_t count) {
                 const StepParameter& p = parameters[piece.parameter];
+                if (p.in_norm == InNorm::elsewhere) return;
                 const Gradient gradient(p, piece.first + from, averaged_, verdict, header,
                                         team.rank(), false);
-                (p.split ? mine.split : mine.whole) +=
+                (p.in_norm == InNorm::split ? mine.split : mine.whole) +=
                     kernels().sum_of_squares(gradient.sum, count);
                 read_ += count * size_of(p.grad_dtype) * std::uint64_t(gradient.sum.inputs);
               });

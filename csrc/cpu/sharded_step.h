@@ -16,7 +16,7 @@ namespace pk {
 struct StepParameter {
   Dtype dtype;
   bool stochastic;  // without a master, bf16: round stochastically
-  bool split;       // other ranks outside this group hold other parts of the tensor
+  InNorm in_norm;
   std::byte* param = nullptr;
   std::ptrdiff_t param_stride = 0;
   const std::byte* grad = nullptr;  // null: this step leaves the parameter alone
@@ -53,7 +53,7 @@ class ShardedStep {
   std::vector<StepSetting> settings;
   std::vector<OwnedPiece> pieces;
 
-  // Sums of squares of the mean gradient's owned elements, of split and of other parameters; once
+  // Sums of squares of the mean gradient's owned elements, of split and of whole parameters; once
   // it returns, nobody has written anything, and peers may still read gradients here.
   Result measure(Communicator& comm, Header header, int threads,
                  const Communicator::Interrupted& stop);

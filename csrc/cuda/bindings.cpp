@@ -125,9 +125,10 @@ void bind_step(py::module_& module) {
       .def(py::init<std::shared_ptr<Communicator>, bool, bool>(), py::arg("communicator"),
            py::arg("averaged"), py::arg("multicast") = false)
       .def("add_parameter",
-           [](ShardedStep& self, int dtype, bool stochastic, bool split, bool shared_param,
+           [](ShardedStep& self, int dtype, bool stochastic, int in_norm, bool shared_param,
               bool shared_grad) {
-             self.add_parameter({Dtype(dtype), stochastic, split, shared_param, shared_grad});
+             self.add_parameter(
+                 {Dtype(dtype), stochastic, InNorm(in_norm), shared_param, shared_grad});
            })
       .def("add_piece",
            [](ShardedStep& self, std::uint32_t parameter, std::uint32_t number, std::uint64_t first,
@@ -234,7 +235,7 @@ void bind_communicator(py::module_& module) {
 PYBIND11_MODULE(_cuda, module) {
   using namespace pk;
 
-  module.attr("interface") = 2;  // parallelkit/ops.py wants the same number
+  module.attr("interface") = 3;  // parallelkit/ops.py wants the same number
   module.attr("outcomes") = outcome_names();
   module.attr("algorithms") = py::make_tuple("auto", "one-shot", "direct", "ring");
   module.attr("max_ranks") = kMaxRanks;

@@ -29,7 +29,7 @@ struct alignas(kLine) HostWords {
 // each block keeps for itself, and each block's staging slots.
 struct alignas(kLine) Control {
   shared_atomic<std::uint32_t> broken;  // as HostWords::broken; a peer that gives up writes it too
-  double squares[2];                    // of this rank's shard of the gradient: not split, split
+  double squares[2];                    // of this rank's shard of the gradient: whole, split
   // What only this rank's own blocks use.
   alignas(kLine) device_atomic<std::uint32_t> arrived;
   device_atomic<std::uint32_t> round;

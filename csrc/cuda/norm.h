@@ -31,23 +31,24 @@ PK_HD inline void measure(Team<Block>& team, const Pieces& pieces) {
   each_piece(
       team.block(), pieces,
       [&](const PieceRow& piece, const ParameterRow& row, std::uint64_t from, std::uint64_t to) {
+        if (row.in_norm == InNorm::elsewhere) return;
         const auto sum = [&]<class G>() {
           return wide ? sum_of_squares<G, double>(team, pieces, piece, row, from, to)
                       : sum_of_squares<G, float>(team, pieces, piece, row, from, to);
         };
-        double& whole = mine[row.split];
+        double& total = mine[row.in_norm == InNorm::split];
         switch (row.grad_dtype) {
           case Dtype::f64:
-            whole += sum_of_squares<double, double>(team, pieces, piece, row, from, to);
+            total += sum_of_squares<double, double>(team, pieces, piece, row, from, to);
             break;
           case Dtype::f32:
-            whole += sum.template operator()<float>();
+            total += sum.template operator()<float>();
             break;
           case Dtype::bf16:
-            whole += sum.template operator()<bf16>();
+            total += sum.template operator()<bf16>();
             break;
           case Dtype::f16:
-            whole += sum.template operator()<f16>();
+            total += sum.template operator()<f16>();
             break;
         }
       });

@@ -33,7 +33,7 @@ ParameterRow ShardedStep::row_of(std::size_t index, const Row& row, const Settin
   made.dtype = p.dtype;
   made.grad_dtype = row.grad_dtype;
   made.stochastic = p.stochastic;
-  made.split = p.split;
+  made.in_norm = p.in_norm;
   made.maximize = setting.maximize;
   made.aligned = is_aligned(row.param) && is_aligned(row.grad);
   const auto locate = [&](const void* data, int& segment, std::uint64_t& offset, std::byte*& all) {

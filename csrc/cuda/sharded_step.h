@@ -19,7 +19,7 @@ class ShardedStep {
   struct Parameter {
     Dtype dtype;
     bool stochastic;
-    bool split;
+    InNorm in_norm;
     bool shared_param;
     bool shared_grad;
   };

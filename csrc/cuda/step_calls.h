@@ -27,7 +27,7 @@ struct ParameterRow {
   Dtype dtype;
   Dtype grad_dtype;
   bool stochastic;  // without a master, bf16: round stochastically
-  bool split;
+  InNorm in_norm;
   bool maximize;
   bool aligned;  // every address of it and of its state is a multiple of 16
 };
@@ -64,7 +64,7 @@ struct NormCall {
   const Endpoint* endpoint;
   Entry entry;
   Pieces pieces;
-  double* squares_at;  // [2]: of parameters that are not split, and of those that are
+  double* squares_at;  // [2]: of parameters that are whole, and of those that are split
 };
 
 struct OpenStep {

@@ -296,7 +296,7 @@ class Training {
       row.dtype = kind_.dtype;
       row.grad_dtype = kind_.grad_dtype;
       row.stochastic = kind_.dtype == Dtype::bf16 && !kind_.master;
-      row.split = p == 1;
+      row.in_norm = p == 1 ? InNorm::split : InNorm::whole;
       row.maximize = kind_.maximize;
       row.aligned = kind_.aligned;
       tables_.back().rows.push_back(row);
