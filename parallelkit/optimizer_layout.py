@@ -90,11 +90,12 @@ class Member:
         self.shown = MappingProxyType(state)
 
     def has(self, state: Mapping[str, Any] | None) -> bool:
-        """Whether a mapping holds exactly the tensors of its state."""
+        """Whether a mapping holds exactly the tensors of its state, and the same count of steps."""
         return (
             state is not None
             and state.keys() == self.state.keys()
-            and all(state[name] is entry for name, entry in self.state.items())
+            and all(state[k] is v or k == "step" for k, v in self.state.items())
+            and bool(state["step"] == self.state["step"])
         )
 
     def owned(self, tensor: torch.Tensor) -> torch.Tensor:

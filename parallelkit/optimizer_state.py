@@ -125,9 +125,9 @@ def pack(
     have: torch.distributed.checkpoint reads into what a new optimizer's dict holds.
     """
     new = all(member.state["step"] == 0 for member in members.values())
-    numbers: dict[torch.Tensor, int] = {}
-    for index, p in enumerate(p for group in param_groups for p in group["params"]):
-        numbers.setdefault(p, index)  # torch counts one that is listed twice, and warns
+    # Of one that is listed twice torch takes the last place, and warns.
+    everyone = (p for group in param_groups for p in group["params"])
+    numbers = {p: index for index, p in enumerate(everyone)}
     state = {}
     for p, index in numbers.items():
         if p in entries and (new or members[p].state["step"] > 0):

@@ -19,7 +19,7 @@ import torch
 
 import parallelkit as pk
 from parallelkit.adamw import Setting, update_
-from parallelkit.ops import DTYPE_CODES, cpu
+from parallelkit.ops import _INTERFACES, DTYPE_CODES, cpu
 from parallelkit.optimizer_norm import InNorm
 from parallelkit.testing import _Shared, virtual_ranks
 from parallelkit.transport import Call, cuda_peer
@@ -84,7 +84,7 @@ class Runtime:
         calls: what was called on communicators, by rank.
     """
 
-    interface = 2
+    interface = _INTERFACES["parallelkit._cuda"]
     outcomes = OUTCOMES
     algorithms = ("auto", "one-shot", "direct", "ring")
     max_ranks, max_virtual_ranks = 64, 16

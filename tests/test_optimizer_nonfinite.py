@@ -148,8 +148,9 @@ def count_reads(group: pk.Group) -> list[int]:
 @pytest.mark.skipif(cpu is None, reason="needs the native extension")
 @pytest.mark.parametrize("dtype", ranks.DTYPES[:4])
 @pytest.mark.parametrize("count", [1, 31, 100, (1 << 20) + 77])
+@pytest.mark.parametrize("stream", [False, True], ids=["cached", "streamed"])
 def test_a_copied_gradient_is_the_same_and_its_largest_is_known(
-    count: int, dtype: torch.dtype
+    stream: bool, count: int, dtype: torch.dtype
 ) -> None:
     from parallelkit.buckets import _copy
 
@@ -157,8 +158,9 @@ def test_a_copied_gradient_is_the_same_and_its_largest_is_known(
     for place in {0, count // 2, count - 1}:
         for value in (-1000.0, -INF, INF, NAN, -NAN):
             gradient[place] = value
-            copied = torch.full_like(gradient, NAN)
-            largest = _copy(copied, gradient)
-            assert torch.equal(copied.view(torch.uint8), gradient.view(torch.uint8))
-            assert largest == (1000.0 if value == -1000.0 else INF)
+            for before in (0, 1):  # to where a line begins, and to where none does
+                copied = torch.full((before + count,), NAN, dtype=dtype)[before:]
+                largest = _copy(copied, gradient, stream)
+                assert torch.equal(copied.view(torch.uint8), gradient.view(torch.uint8))
+                assert largest == (1000.0 if value == -1000.0 else INF)
         gradient[place] = 0.0
