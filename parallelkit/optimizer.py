@@ -24,7 +24,7 @@ from .optimizer_checks import (
     placed_in_words,
     settings_in_words,
 )
-from .optimizer_gradients import AveragedGradients, Found, Gradients, LocalGradients
+from .optimizer_gradients import AveragedGradients, Gradients, LocalGradients
 from .optimizer_layout import Buffer, Member
 from .optimizer_state import StateFormat, checked_entries, owned_entry, pack, refresh_master, whole
 from .optimizer_step import (
@@ -171,11 +171,12 @@ class ShardedAdamW(Optimizer):
 
     def _options(self) -> dict[Member, dict[str, Any]]:
         """The parameter group of each member, as it is now."""
+        member_of = self.members.get  # looked up once: it takes a while
         return {
-            self.members[p]: group
+            member: group
             for group in self.param_groups
             for p in group["params"]
-            if p in self.members
+            if (member := member_of(p)) is not None
         }
 
     def _new(self) -> dict[torch.Tensor, str]:
@@ -272,7 +273,8 @@ class ShardedAdamW(Optimizer):
         self.place_new()
         if self._step is None:
             self._step = self._prepare()
-        call, options, found = "ShardedAdamW.step", self._options(), Found()
+        call, options = "ShardedAdamW.step", self._options()
+        found: dict[Member, torch.Tensor] = {}
 
         def look() -> Notice:
             if getattr(self, "grad_scale", None) is not None:  # torch's scaler sets it
@@ -285,9 +287,10 @@ class ShardedAdamW(Optimizer):
             for member, group in options.items():
                 member.bring_home()
                 check_state(call, member, group, self.state)
-            found.update(self._gradients.find(options))
+            gradients, used = self._gradients.find(options)
+            found.update(gradients)
             return Notice(
-                self._gradients.used(options, found),
+                used,
                 self._gradients.weight,
                 settings,
                 self._gradients.largest() * self._scale(),

@@ -20,7 +20,8 @@ from .optimizer_layout import Buffer, Member, local_of, place, place_like_gradie
 
 __all__ = ["AveragedGradients", "Gradients", "LocalGradients"]
 
-Found = dict[Member, torch.Tensor]  # this rank's gradient of each parameter that has a place for it
+# This rank's gradient of each parameter that has a place for it; and of all, whether there is one.
+Found = tuple[dict[Member, torch.Tensor], bytes]
 
 
 class Gradients(Protocol):
@@ -50,10 +51,6 @@ class Gradients(Protocol):
 
     def find(self, members: Iterable[Member]) -> Found:
         """This rank's gradients, ready to be read."""
-        ...
-
-    def used(self, members: Iterable[Member], found: Found) -> bytes:
-        """For each member, whether this rank has a gradient of it."""
         ...
 
     def largest(self) -> float:
@@ -94,11 +91,7 @@ class AveragedGradients:
             grad = member.parameter.grad
             if grad is not None:
                 found[member] = _usable(member, local_of(grad))
-        return found
-
-    def used(self, members: Iterable[Member], found: Found) -> bytes:
-        """As `Gradients`."""
-        return bytes(member in found for member in members)
+        return found, bytes(member in found for member in members)
 
     def largest(self) -> float:
         """Nobody has looked."""
@@ -159,13 +152,9 @@ class LocalGradients:
     def find(self, members: Iterable[Member]) -> Found:
         """As `Gradients`: zeros where this rank has none."""
         self._buckets.settle()
-        slot_of = self._buckets.slot_of
-        return {member: slot_of[member.parameter].view for member in members}
-
-    def used(self, members: Iterable[Member], found: Found) -> bytes:
-        """As `Gradients`."""
-        slot_of = self._buckets.slot_of
-        return bytes(slot_of[member.parameter].used for member in members)
+        slots = {member: self._buckets.slot_of[member.parameter] for member in members}
+        views = {member: slot.view for member, slot in slots.items()}
+        return views, bytes(slot.used for slot in slots.values())
 
     def largest(self) -> float:
         """As `Gradients`."""

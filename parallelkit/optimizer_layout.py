@@ -50,6 +50,7 @@ class Member:
     dtype: torch.dtype | None = None  # of the parameter, when it was placed
     order: tuple[int, ...] = ()  # of its memory, then
     home: torch.Tensor | None = None  # its memory, where peers write to it
+    address: int = 0  # of its home
     part: Part = Part(InNorm.WHOLE, None)
 
     def __post_init__(self) -> None:
@@ -65,18 +66,20 @@ class Member:
 
         `.to("cpu:0")` on a parameter on "cpu" gives it other memory, and so does `.data = ...`.
         """
-        p = self.parameter
+        p, home = self.parameter, self.home
+        if home is not None and p.data_ptr() == self.address and p.dtype == self.dtype:
+            return  # asked first, and briefly: of every parameter, at every step
         here = self.local
-        elsewhere = self.home is not None and here.device != self.home.device
-        reordered = self.home is None and _order_of(here) != self.order
+        elsewhere = home is not None and here.device != home.device
+        reordered = home is None and _order_of(here) != self.order
         if p.dtype != self.dtype or elsewhere or reordered:
             raise UsageError(
                 f"ShardedAdamW.step: {self.name} was {self.dtype} and is {p.dtype} on {p.device} "
                 f"now{', in another order of memory' * reordered}; convert the model first, and "
                 "make a new optimizer"
             )
-        if self.home is not None and p.data_ptr() != self.home.data_ptr():
-            p.data = self.home.copy_(p.detach())
+        if home is not None:
+            p.data = home.copy_(p.detach())
             self.version = -1  # whoever moved it may have written to it
 
     @property
@@ -253,4 +256,4 @@ def _move(buffer: Buffer, group: Group) -> None:
         view = buffer.flat.as_strided(spec.shape, spec.stride, member.offset)
         view.copy_(member.parameter.detach())
         member.parameter.data = view
-        member.home = view
+        member.home, member.address = view, view.data_ptr()

@@ -98,15 +98,15 @@ class NativeStep:
         settings: dict[Setting, int] = {}
         rows = []
         for member in self._members:
-            if member in work:
-                grad, setting = work[member]
-                index = settings.setdefault(setting, len(settings))
-                owned_alone = member.start > 0 and grad.numel() < member.numel
-                before = member.start * grad.element_size() if owned_alone else 0
-                row = member.local.data_ptr(), grad.data_ptr() - before, DTYPE_CODES[grad.dtype]
-                rows.append((*row, index))
-            else:
+            if member not in work:
                 rows.append((0, 0, 0, 0))
+                continue
+            grad, setting = work[member]
+            index = settings.setdefault(setting, len(settings))
+            owned_alone = member.start > 0 and grad.numel() < member.numel
+            before = member.start * grad.element_size() if owned_alone else 0
+            param = member.address or member.local.data_ptr()
+            rows.append((param, grad.data_ptr() - before, DTYPE_CODES[grad.dtype], index))
         self.native.set(rows, list(settings))
         self._work = work  # keeps the gradients
         self._weight, self._scale = weight, scale
