@@ -48,9 +48,10 @@ class Member:
     stop: int = 0
     version: int = -1  # of the parameter, after the optimizer's last write
     dtype: torch.dtype | None = None  # of the parameter, when it was placed
+    device: str = "cpu"  # its type, then
     order: tuple[int, ...] = ()  # of its memory, then
+    address: int = 0  # of its memory, at the last step
     home: torch.Tensor | None = None  # its memory, where peers write to it
-    address: int = 0  # of its home
     part: Part = Part(InNorm.WHOLE, None)
 
     def __post_init__(self) -> None:
@@ -62,17 +63,15 @@ class Member:
         return local_of(self.parameter)
 
     def bring_home(self) -> None:
-        """Back to where peers write to it, with the values it has.
+        """Back to where peers write to it, with the values it has; where nobody does, it may move.
 
         `.to("cpu:0")` on a parameter on "cpu" gives it other memory, and so does `.data = ...`.
         """
-        p, home = self.parameter, self.home
-        if home is not None and p.data_ptr() == self.address and p.dtype == self.dtype:
+        p, home, here = self.parameter, self.home, self.local
+        if here.data_ptr() == self.address and p.dtype == self.dtype:
             return  # asked first, and briefly: of every parameter, at every step
-        here = self.local
-        elsewhere = home is not None and here.device != home.device
         reordered = home is None and _order_of(here) != self.order
-        if p.dtype != self.dtype or elsewhere or reordered:
+        if (p.dtype, here.device.type) != (self.dtype, self.device) or reordered:
             raise UsageError(
                 f"ShardedAdamW.step: {self.name} was {self.dtype} and is {p.dtype} on {p.device} "
                 f"now{', in another order of memory' * reordered}; convert the model first, and "
@@ -80,7 +79,9 @@ class Member:
             )
         if home is not None:
             p.data = home.copy_(p.detach())
-            self.version = -1  # whoever moved it may have written to it
+        else:
+            self.address = here.data_ptr()
+        self.version = -1  # whoever moved it may have written to it
 
     @property
     def state(self) -> dict[str, Any]:
@@ -154,7 +155,9 @@ class Buffer:
         begin, end = self.range(rank if self.size > 1 else 0)
         for member in self.members:
             member.start, member.stop = member.within(begin, end)
-            member.dtype, member.order = member.parameter.dtype, _order_of(member.local)
+            local = member.local
+            member.dtype, member.device = member.parameter.dtype, local.device.type
+            member.order, member.address = _order_of(local), local.data_ptr()
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,8 +105,8 @@ class NativeStep:
             index = settings.setdefault(setting, len(settings))
             owned_alone = member.start > 0 and grad.numel() < member.numel
             before = member.start * grad.element_size() if owned_alone else 0
-            param = member.address or member.local.data_ptr()
-            rows.append((param, grad.data_ptr() - before, DTYPE_CODES[grad.dtype], index))
+            code = DTYPE_CODES[grad.dtype]
+            rows.append((member.address, grad.data_ptr() - before, code, index))
         self.native.set(rows, list(settings))
         self._work = work  # keeps the gradients
         self._weight, self._scale = weight, scale

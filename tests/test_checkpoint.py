@@ -199,6 +199,14 @@ def test_damaged_files_are_named_and_nothing_is_loaded(saved: Path) -> None:
     assert pk.checkpoint.load(saved, model_of(2)) == [1, "two"]
 
 
+def test_a_checkpoint_of_another_format_is_refused(saved: Path) -> None:
+    (manifest,) = saved.glob("version-*/manifest.json")
+    facts = json.loads(manifest.read_bytes())
+    manifest.write_text(json.dumps(facts | {"format": facts["format"] + 1}))
+    make_hashes_fit(saved)
+    assert f"format {facts['format'] + 1}, wanted {facts['format']}" in load(saved)
+
+
 def test_numbers_and_settings_are_kept_too(tmp_path: Path) -> None:
     """Steps of each parameter, steps that were skipped, and the options of each group."""
     model = model_of(1)

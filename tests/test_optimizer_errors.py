@@ -182,11 +182,12 @@ def move_away(group: pk.Group, dtype: torch.dtype, moves: bool) -> list[float]:
         for p in parameters:
             p.grad = torch.linspace(-1.0, 1.0, 300).to(dtype)
         with torch.no_grad():
-            parameters[1].mul_(1.5)
             if moves and group.rank == group.size - 1:
                 parameters[step].data = parameters[step].clone()
-            if moves:
-                parameters[1].data = parameters[1].clone()
+            if moves:  # which no version counter tells
+                parameters[1].data = parameters[1].detach() * 1.5
+            else:
+                parameters[1].mul_(1.5)
         optimizer.step()
     return [value for p in parameters for value in p.tolist()]
 

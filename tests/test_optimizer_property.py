@@ -172,11 +172,16 @@ def assert_close(
     largest = wanted["max_exp_avg_sq" if options["amsgrad"] else "exp_avg_sq"]
     denominator = (largest / bias2).sqrt() + options["eps"]
     lowest = (denominator - slope * delta).clamp(min=options["eps"])
-    size = beta1 * before["exp_avg"].abs() + (1 - beta1) * g
+    held = before["exp_avg"].abs()
+    size = beta1 * held + (1 - beta1) * g
+    # torch's lerp multiplies the difference from what was held by 1 - beta1, which is rounded.
+    lerp = 2 * unit * (held + g)
     moved = rate * delta * ((1 - beta1) / lowest + (size + delta) * slope / lowest**2)
     bounds = {
-        "value": 8 * unit * (before["value"].abs() + rate * size / denominator) + moved,
-        "exp_avg": 4 * unit * size + (1 - beta1) * delta,
+        "value": 8 * unit * (before["value"].abs() + rate * size / denominator)
+        + rate * lerp / denominator
+        + moved,
+        "exp_avg": 4 * unit * size + lerp + (1 - beta1) * delta,
         "exp_avg_sq": 6 * unit * wanted["exp_avg_sq"] + (1 - beta2) * (2 * g + delta) * delta,
     }
     for name, bound in bounds.items():

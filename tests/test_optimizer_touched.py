@@ -4,6 +4,7 @@ follows it as torch's does, or refuses it on every rank; it never goes on with w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -177,3 +178,38 @@ def test_a_rank_without_work_takes_part_in_a_scaled_step() -> None:
     found = run_ranks(one_works, 2)
     assert ranks.same(found)
     assert found[0][0] == pytest.approx(0.899)
+
+
+def plain_backwards(group: pk.Group) -> list[float]:
+    """Two plain loss.backward() on each rank, then a step in one pass."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    model = pk.DataParallel(module, group)
+    optimizer = pk.ShardedAdamW(
+        model.parameters(), lr=0.1, data_parallel=model, max_grad_norm=math.inf
+    )
+    for factor in (1.0, 5.0):
+        model(torch.full((1, 1), factor * (group.rank + 1))).sum().backward()
+    optimizer.step()
+    assert optimizer.last_grad_norm is not None
+    return [float(optimizer.last_grad_norm), module.weight.item()]
+
+
+def test_plain_backward_passes_add_up_to_the_mean_of_all() -> None:
+    found = run_ranks(plain_backwards, 2)
+    assert ranks.same(found)
+    assert found[0] == pytest.approx([(1.0 + 5.0 + 2.0 + 10.0) / 4, 0.899])
+
+
+def scales_by_rank(group: pk.Group) -> int:
+    """A loss scale on rank 1 alone, and an infinite gradient: every rank comes out of the step."""
+    model = pk.DataParallel(nn.Linear(1, 1, bias=False), group)
+    optimizer = pk.ShardedAdamW(model.parameters(), data_parallel=model)
+    model.backward(model(torch.full((1, 1), math.inf)).sum(), 1)
+    optimizer._step_scaled(1.0 + group.rank)
+    group.barrier()
+    return optimizer.skipped_steps
+
+
+def test_whether_a_skipped_step_is_told_of_is_agreed() -> None:
+    assert run_ranks(scales_by_rank, 2, timeout=30.0) == [1, 1]
