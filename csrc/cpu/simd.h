@@ -77,6 +77,8 @@ inline void stream_vector(void* to, V v) {
   } else {
 #if defined(__AVX512F__)
     _mm512_stream_si512(static_cast<__m512i*>(to), bit_cast<__m512i>(v));
+#else
+    static_assert(sizeof v < 64, "AVX2 has no such store");
 #endif
   }
 }
