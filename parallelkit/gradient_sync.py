@@ -183,8 +183,7 @@ class GradientSync:
             if not slot.in_place():
                 raise UsageError(
                     f"DataParallel: {slot.name}'s gradient has left its bucket, as with a module "
-                    "that was cast and cast back; wrap the module anew "
-                    f"{self._where}"
+                    f"that was cast and cast back; wrap the module anew {self._where}"
                 )
         if self._buckets.private and any(p.requires_grad for p in self._waiting.values()):
             raise UsageError(
@@ -244,8 +243,7 @@ class GradientSync:
             raise UsageError(
                 f"{_BACKWARD}: a second gradient came for {slot.name} when its bucket had "
                 "left: it is shared with a part under reentrant checkpointing. Use "
-                "use_reentrant=False or DataParallel(overlap=False) "
-                f"{self._where}"
+                f"use_reentrant=False or DataParallel(overlap=False) {self._where}"
             )
         slot.fold(self._buckets.private)
         if slot.view.is_cuda:
